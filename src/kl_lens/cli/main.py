@@ -45,6 +45,7 @@ VERBS = {
     "inspect": "show a model's blocks, components and sizes",
     "calibrate": "gather statistics of every component's inputs, for GPTQ and importance matrices",
     "measure": "quantize one component at a time and measure the KL of the output",
+    "table": "show what each component loses in each recipe",
     "merge": "join the measurements of several processes",
     "plan": "choose a format for every component, for a size or a loss",
     "export": "write a plan as OpenVINO IR or GGUF, with exactly the weights that were measured",
@@ -61,7 +62,15 @@ VERBS = {
 # Where show_VERB(result) is and, where --json prints something else than the result's own fields, json_VERB(result).
 SCREENS = {
     "kl_lens.cli.run": ("run",),
-    "kl_lens.cli.making": ("inspect", "calibrate", "measure", "merge", "plan", "export"),
+    "kl_lens.cli.making": (
+        "inspect",
+        "calibrate",
+        "measure",
+        "table",
+        "merge",
+        "plan",
+        "export",
+    ),
     "kl_lens.cli.judging": ("evaluate", "benchmark", "autopsy", "paper"),
     "kl_lens.cli.terminal": ("generate", "report", "publish", "doctor"),
 }

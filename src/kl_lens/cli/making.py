@@ -1,8 +1,10 @@
-"""What `inspect`, `calibrate`, `measure`, `merge`, `plan` and `export` show."""
+"""What `inspect`, `calibrate`, `measure`, `table`, `merge`, `plan` and `export` show."""
 
 from __future__ import annotations
 
+import csv
 import shlex
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -21,6 +23,7 @@ from kl_lens.study.inspect import PRECISIONS, FitResult, stored_bytes
 from kl_lens.study.measure import MeasureResult
 from kl_lens.study.merge import MergeResult
 from kl_lens.study.plan import PlanResult
+from kl_lens.study.table import TableResult
 from kl_lens.targets import describe_target
 from kl_lens.targets.tokenizer import TOKENIZER_FILE
 from kl_lens.weights.recipes import FP16
@@ -251,6 +254,37 @@ def show_measure(result: MeasureResult) -> Shown:
         yield f"This is share {share}/{count}. When all are done: kl-lens merge {result.folder.parent.parent}"
     else:
         yield f"Next: kl-lens plan --run {result.folder}"
+
+
+def json_table(result: TableResult) -> list[dict[str, Any]]:
+    return result.rows
+
+
+def show_table(result: TableResult) -> Shown:
+    if result.csv:
+        names = dict.fromkeys(name for row in result.rows for name in row)
+        writer = csv.DictWriter(sys.stdout, list(names), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(result.rows)
+        return
+    yield table(
+        "Sensitivity, from the first block to the last",
+        [
+            {
+                "component": row["component"],
+                "recipe": row["recipe"],
+                "size": human_bytes(row["bytes"]),
+                "bits": f"{row['bits']:.2f}",
+                "KL, nats": human_kl(row["kl_teacher_to_student"]),
+                "±": number(row["kl_teacher_to_student_se"], 2)
+                if row["measured"]
+                else "",
+                "": "" if row["measured"] else "predicted",
+            }
+            for row in result.rows
+        ],
+    )
+    yield "KL per token when this component alone is quantized. All metrics: --csv or --json."
 
 
 def show_merge(result: MergeResult) -> Shown:

@@ -268,7 +268,10 @@ class SensitivityTable:
         return pandas.DataFrame(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per component and recipe: every metric, and its standard error as `…_se`."""
+        """One row per component and recipe: bytes and bits per weight, whether it was measured, every metric, and its
+        standard error as `…_se`."""
+        from kl_lens.weights.recipes import Recipe  # loads torch
+
         components = {c.name: c for c in self.components}
         rows = []
         for m in self.measurements:
@@ -278,6 +281,9 @@ class SensitivityTable:
                 name: getattr(about, name)
                 for name in ("kind", "family", "block", "parameters")
             }
+            size = Recipe.parse(m.format).grid.bytes(about.shape)
+            row |= {"bytes": size, "bits": 8 * size / about.parameters}
+            row["measured"] = m.compute_dtype != PREDICTED
             for name, metric in m.metrics.items():
                 row |= {name: metric.value, f"{name}_se": metric.standard_error}
             rows.append(row)

@@ -1,0 +1,42 @@
+"""`table`: a run's sensitivities, one row per component and recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kl_lens.base.errors import RunError
+from kl_lens.run.folder import Run
+from kl_lens.study import settings as of
+from kl_lens.study.session import Session
+from kl_lens.study.settings import Settings, option
+from kl_lens.targets import TARGETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(Settings):
+    run: of.Folder | None = of.of_run()
+    target: str | None = option(
+        None,
+        "measured with this target's activations (default: what was measured first)",
+        choices=TARGETS,
+    )
+    csv: bool = option(False, "print CSV, with every metric and its error")
+
+
+@dataclass(frozen=True)
+class TableResult:
+    rows: list[dict[str, Any]]
+    csv: bool
+
+
+def table(settings: TableSettings, session: Session) -> TableResult:
+    folder = Path(settings.run or of.DEFAULT_RUN)
+    with Run.open(folder) as run:
+        rows = run.table(target=settings.target, predicted=True).rows()
+    if not rows:
+        raise RunError(
+            f"{folder} has no sensitivities; measure some with: kl-lens measure MODEL --run {folder}"
+        )
+    return TableResult(rows, settings.csv)
