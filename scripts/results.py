@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
+PAGES = (ROOT / "docs/results.md", ROOT / "docs/why.md", ROOT / "README.md")
 Row = dict[str, str]
 Cells = list[list[str]]  # the heading first
 GROUPS = {
