@@ -3,6 +3,7 @@
     python benchmarks/rivals.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…] [--targets gguf,openvino]
                                 [--write docs/results/rivals.csv]
     python benchmarks/rivals.py --below-four --targets gguf [--write docs/results/below_four.csv]
+    python benchmarks/rivals.py --narrow --targets gguf --models FOLDER [--write docs/results/narrow.csv]
 
 For each model and target, the target's menu is measured on WikiText-2 train, with the target's own arithmetic. For
 every stock recipe of the runtime (llama.cpp's quantization types, NNCF's modes) we make our exact plan that is no
@@ -10,7 +11,8 @@ larger *on disk*. Both are written by the same exporter and judged by the runtim
 KL from the original, token perplexity, and the difference of the two KLs paired by window. AWQ with scale estimation is
 run by NNCF itself, on the FP16 graph and on the text that our methods learnt from. `--below-four`: llama.cpp's mixtures
 of 2 and 3 bits with an importance matrix, and the rule of its pull request 15550 (bits_rule.py) in their place, against
-plans with IQ2 and IQ3. `kl-lens evaluate` compares files that another tool made.
+plans with IQ2 and IQ3. `--narrow`: a model with rows that 256 does not divide; our plans of 3 to 4 bits per weight beside
+Q4_K_M and IQ4_NL with an importance matrix, which are larger there. `kl-lens evaluate` compares files that another tool made.
 A folder of models stands for all models in it. With `--write`, models that the file already has from this commit are
 not judged again.
 """
@@ -53,6 +55,7 @@ from nncf_methods import put_file
 from result_files import Row, options, provenance, read, write
 
 BITS = (2.25, 2.5, 3.0, 3.5, 4.0)  # per weight, for the rule of pull request 15550
+NARROW = (3.0, 3.5, 4.0)  # bits per weight of our plans, where K-quants do not fit
 SMALL = (
     4.5  # bits per weight; where few matrices fit, mixtures of 2 and 3 bits are larger
 )
@@ -109,7 +112,7 @@ def compare(
 ) -> list[Row]:
     model = opened(name)
     session = Session(given=model)
-    small = arguments.below_four or target.name == "mlx"
+    small = arguments.below_four or arguments.narrow or target.name == "mlx"
     measured = MeasureSettings.of(
         model=name,
         run=str(folder),
@@ -160,6 +163,11 @@ def compare(
             for rival in planner.rivals(table, None, everything=True)
             if is_wanted(rival.name.removeprefix("stock."), arguments)
         ]
+        if arguments.narrow:
+            even = dict.fromkeys(
+                (c.name for c in model.anatomy.candidates), "iq4_nl+imatrix"
+            )
+            plans.append(Plan("iq4_nl.imatrix", even, "uniform"))
         if arguments.below_four:
             rule = BitsRule(model, statistics)
             plans += [rule.plan(bits) for bits in BITS]
@@ -176,12 +184,17 @@ def compare(
         if target.name == "openvino":
             ids = session.drawn_again(statistics.identity["text"], model.task).ids
             rivals |= with_data(model, target, ids, text, teacher)
-        for rival, make_file in rivals.items():
+        sizes = [int(overhead + weights * bits / 8) for bits in NARROW]
+        cases = [
+            (rival, make_file, size)
+            for rival, make_file in rivals.items()
+            for size in (sizes if arguments.narrow else [None])
+        ]
+        for rival, make_file, size in cases:
             rival_file = make_file()
             try:
-                within = TargetPlanner(
-                    session, run, target.name, limits=Limits(max_bytes=rival_file.bytes)
-                )
+                limits = Limits(max_bytes=size or rival_file.bytes)
+                within = TargetPlanner(session, run, target.name, limits=limits)
                 our_file = judged(plan_within(within, table, Choosing(name="ours")))
             except PlanError as error:
                 print(
@@ -201,13 +214,18 @@ def compare(
                 "rival": rival,
                 **(
                     {"rival_bits": f"{bits_of(rival_file.bytes):.2f}"}
-                    if arguments.below_four
+                    if arguments.below_four or arguments.narrow
                     else {}
                 ),
                 "rival_mb": f"{rival_file.bytes / 1e6:.3f}",
                 "rival_kl": f"{rival_file.mean:.5f}",
                 "rival_kl_se": f"{rival_file.error:.0e}",
                 "rival_perplexity": f"{rival_file.perplexity:.3f}",
+                **(
+                    {"our_bits": f"{bits_of(our_file.bytes):.2f}"}
+                    if arguments.narrow
+                    else {}
+                ),
                 "our_mb": f"{our_file.bytes / 1e6:.3f}",
                 "our_kl": f"{our_file.mean:.5f}",
                 "our_kl_se": f"{our_file.error:.0e}",
@@ -224,6 +242,8 @@ def compare(
 
 def is_wanted(rival: str, arguments: argparse.Namespace) -> bool:
     """Recipes of 2 and 3 bits, or the others; those of 2 and 3 bits only with an importance matrix."""
+    if arguments.narrow:
+        return rival == "q4_k_m.imatrix"
     below = re.match("i?q[23]", rival) is not None
     return below and rival.endswith(".imatrix") if arguments.below_four else not below
 
@@ -265,6 +285,9 @@ def main() -> None:
     parser.add_argument(
         "--below-four", action="store_true", help="GGUF at 2 to 4 bits per weight"
     )
+    parser.add_argument(
+        "--narrow", action="store_true", help="GGUF where 256 does not divide the rows"
+    )
     arguments = parser.parse_args()
     print(machine())
     former = read(arguments.write)
@@ -279,7 +302,13 @@ def main() -> None:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 new = compare(name, get_target(target), arguments, Path(folder) / "run")
-            write(arguments.write, new, ("target", "model", "rival"))
+            key = (
+                "target",
+                "model",
+                "rival",
+                *(["our_bits"] if arguments.narrow else []),
+            )
+            write(arguments.write, new, key)
             rows += new
     if rows:
         ratios = [float(row["ratio"]) for row in rows]
