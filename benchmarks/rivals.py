@@ -11,8 +11,9 @@ larger *on disk*. Both are written by the same exporter and judged by the runtim
 KL from the original, token perplexity, and the difference of the two KLs paired by window. AWQ with scale estimation is
 run by NNCF itself, on the FP16 graph and on the text that our methods learnt from. `--below-four`: llama.cpp's mixtures
 of 2 and 3 bits with an importance matrix, and the rule of its pull request 15550 (bits_rule.py) in their place, against
-plans with IQ2 and IQ3. `--narrow`: a model with rows that 256 does not divide; our plans of 3 to 4 bits per weight beside
-Q4_K_M and IQ4_NL with an importance matrix, which are larger there. `kl-lens evaluate` compares files that another tool made.
+plans with IQ2 and IQ3. `--narrow`: a model with rows that 256 does not divide; our plans of 3 to 4 bits per weight
+beside Q4_K_M and IQ4_NL with an importance matrix, which are larger there. `kl-lens evaluate` compares files that
+another tool made.
 A folder of models stands for all models in it. With `--write`, models that the file already has from this commit are
 not judged again.
 """
@@ -118,7 +119,7 @@ def compare(
         run=str(folder),
         target=target.name,
         # Below four bits, and for MLX, the short menu; one of MLX's own mixtures has two bits.
-        formats=menu_of(target, model.anatomy, full=not small, small=small),
+        formats=menu_of(target, model.anatomy.shapes, full=not small, small=small),
         windows=arguments.windows,
     )
     if reason := target.unsupported(model.anatomy.model_type):

@@ -25,7 +25,9 @@ from kl_lens.targets import get_target
 from kl_lens.targets.abilities import Usage
 from tests.families import tiny_model
 
-CARRIED = Carried("tiny", 2, 100, 64, 10_000, 100, 500, heads=2, keys=128, values=128)
+CARRIED = Carried(
+    "tiny", 2, 100, 64, ((100, 100),), 100, 500, heads=2, keys=128, values=128
+)
 LOSSES = {"q8_0": 1e-5, "q5_1": 4e-4, "q4_0": 2e-3, "iq4_nl": 1e-3}
 
 
@@ -180,7 +182,7 @@ def test_what_is_carried_is_what_the_real_model_keeps(family: str) -> None:
         if getattr(layer, "keys", None) is not None
     )
     assert (carried.states, carried.keys) == (fixed, keys)
-    assert carried.matrices + carried.vectors == sum(
+    assert sum(map(math.prod, carried.matrices)) + carried.vectors == sum(
         p.numel() for p in model.parameters()
     )
 

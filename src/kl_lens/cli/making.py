@@ -19,7 +19,7 @@ from kl_lens.reporting.names import number, runtime_title, sum_of_parts
 from kl_lens.run.records import Artifact, Component
 from kl_lens.study.calibrate import CalibrateResult
 from kl_lens.study.export import ExportResult
-from kl_lens.study.inspect import PRECISIONS, FitResult, stored_bytes
+from kl_lens.study.inspect import PRECISIONS, FitResult, ReachResult, stored_bytes
 from kl_lens.study.measure import MeasureResult
 from kl_lens.study.merge import MergeResult
 from kl_lens.study.plan import PlanResult
@@ -58,7 +58,27 @@ def _fits(result: FitResult) -> Shown:
         yield f"Nothing fits into {size}: take a shorter --context or a smaller --batch."
 
 
-def show_inspect(model: LoadedModel | FitResult) -> Shown:
+def _reaches(result: ReachResult) -> Shown:
+    rows = [
+        {
+            "for": runtime_title(row.target),
+            "menu": row.menu,
+            "smallest file": human_bytes(row.bytes),
+            "bits per weight": f"{row.bits_per_weight:.2f}",
+            "reached": "yes" if row.bytes <= result.max_bytes else "no",
+        }
+        for row in result.rows
+    ]
+    yield table(f"Files of {result.model}, without their headers", rows)
+    if any(row.bytes <= result.max_bytes for row in result.rows):
+        size = spell_bytes(result.max_bytes)
+        yield f"Next: kl-lens run {shlex.quote(result.model)} --max-bytes {size}"
+
+
+def show_inspect(model: LoadedModel | FitResult | ReachResult) -> Shown:
+    if isinstance(model, ReachResult):
+        yield from _reaches(model)
+        return
     if isinstance(model, FitResult):
         yield from _fits(model)
         return
@@ -131,7 +151,9 @@ def _shape(component: Component) -> str:
     return "×".join(str(size) for size in component.shape)
 
 
-def json_inspect(model: LoadedModel | FitResult) -> dict[str, Any]:
+def json_inspect(model: LoadedModel | FitResult | ReachResult) -> dict[str, Any]:
+    if isinstance(model, ReachResult):
+        return asdict(model)
     if isinstance(model, FitResult):
         rows = [asdict(row) | {"total": row.total} for row in model.rows]
         return {

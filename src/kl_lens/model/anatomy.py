@@ -58,6 +58,11 @@ class Anatomy:
     notes: tuple[str, ...] = ()
 
     @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """Of all components that may be quantized."""
+        return {component.shape for component in self.candidates}
+
+    @property
     def candidates(self) -> tuple[Component, ...]:
         """The components that may be quantized."""
         return tuple(c for c in self.components if c.quantizable)

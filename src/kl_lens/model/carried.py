@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ class Carried:
     blocks: int
     vocabulary: int
     width: int
-    matrices: int  # weights that formats are for
+    matrices: tuple[tuple[int, ...], ...]  # shapes of the weights that formats are for
     vectors: int  # other weights
     states: int  # of a sequence, whatever its length: recurrent states and the last inputs of convolutions
     heads: int  # that compute scores at once: of one block
     keys: int  # of each token
     values: int
+    model_type: str = ""
 
 
 def carried_by(config: Any, name: str = "") -> Carried:
@@ -60,8 +62,10 @@ def carried_by(config: Any, name: str = "") -> Carried:
             tensor = getattr(layer, kind, None)
             caches[kind] += 0 if tensor is None else tensor.numel() // tensor.shape[-2]
     # Convolutions are no matrices.
-    matrices = sum(
-        p.numel() for p in model.parameters() if p.dim() > 1 and min(p.shape[-2:]) > 8
+    matrices = tuple(
+        tuple(p.shape)
+        for p in model.parameters()
+        if p.dim() > 1 and min(p.shape[-2:]) > 8
     )
     return Carried(
         name=name,
@@ -69,10 +73,11 @@ def carried_by(config: Any, name: str = "") -> Carried:
         vocabulary=config.vocab_size,
         width=config.hidden_size,
         matrices=matrices,
-        vectors=sum(p.numel() for p in model.parameters()) - matrices,
+        vectors=sum(p.numel() for p in model.parameters()) - sum(map(prod, matrices)),
         states=fixed,
         heads=getattr(config, "num_attention_heads", 0) if caches["keys"] else 0,
         **caches,
+        model_type=config.model_type,
     )
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kl_lens.base.errors import KLLensError
 from kl_lens.model import LoadedModel
-from kl_lens.model.carried import carried_from
+from kl_lens.model.carried import Carried, carried_from
 from kl_lens.planning import held_by
 from kl_lens.run.records import Component
 from kl_lens.study import settings as of
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Limits, Opening, Settings, group, option
-from kl_lens.targets import TARGETS, describe_target
+from kl_lens.targets import TARGETS, Target, describe_target, menu_of
 from kl_lens.targets.abilities import Usage
 from kl_lens.weights.formats import FP16, get_format
+from kl_lens.weights.recipes import Recipe, fitting_recipe
 
 PRECISIONS = (FP16, "int8", "int4")
 
@@ -30,13 +35,25 @@ class InspectSettings(Settings):
     )
     batch: of.Count | None = option(None, "with --memory: sequences at once (default: 1)")
 
+    max_bytes: of.Size | None = option(
+        None,
+        "say which runtimes' files can be this small, as 12GB; reads only the configuration",
+    )
+
     @property
     def limits(self) -> Limits:
-        return Limits(memory=self.memory, context=self.context, batch=self.batch)
+        return Limits(
+            memory=self.memory,
+            context=self.context,
+            batch=self.batch,
+            max_bytes=self.max_bytes,
+        )
 
     def check(self) -> None:
         super().check()
         self.limits.check()
+        if self.memory and self.max_bytes:
+            raise KLLensError("give --memory or --max-bytes, not both")
 
 
 @dataclass(frozen=True)
@@ -76,10 +93,7 @@ def fits(settings: InspectSettings, use: Usage) -> FitResult:
             FP16,
             *dict.fromkeys(recipe.grid.name for recipe in reversed(target.short_menu)),
         ):
-            size = (
-                carried.matrices * get_format(name).bytes((1, 256)) // 256
-                + 4 * carried.vectors
-            )
+            size = smallest(target, carried, [Recipe(name)])
             memory = held_by(target, carried, use, quantized=name != FP16)
             caches = memory.bytes({}) - memory.fixed
             runtime = memory.runtime + int(
@@ -89,7 +103,57 @@ def fits(settings: InspectSettings, use: Usage) -> FitResult:
     return FitResult(settings.model, settings.memory or 0, use, rows)
 
 
-def inspect(settings: InspectSettings, session: Session) -> LoadedModel | FitResult:
+@dataclass(frozen=True)
+class Reach:
+    """The smallest file of a runtime with the formats of one of its menus."""
+
+    target: str
+    menu: str
+    formats: tuple[str, ...]
+    bytes: int
+    bits_per_weight: float
+
+
+@dataclass(frozen=True)
+class ReachResult:
+    model: str
+    max_bytes: int
+    rows: list[Reach]
+
+
+def smallest(target: Target, carried: Carried, recipes: Sequence[Recipe]) -> int:
+    """Bytes of all weights, each matrix in what it gets for the smallest of these recipes; without a file's header."""
+    size = 4 * carried.vectors
+    for shape, count in Counter(carried.matrices).items():
+        stored = {fitting_recipe(recipe, shape)[0].grid for recipe in recipes}
+        held = (fmt.bytes(shape) for fmt in stored if not target.holds(fmt, shape))
+        size += count * min([2 * math.prod(shape), *held])
+    return size
+
+
+def reaches(settings: InspectSettings, max_bytes: int) -> ReachResult:
+    """From the configuration: no weights are read."""
+    carried = carried_from(
+        settings.model, trust_remote_code=settings.opening.trust_remote_code
+    )
+    weights = carried.vectors + sum(map(math.prod, carried.matrices))
+    rows = []
+    for target in map(describe_target, TARGETS):
+        if target.unsupported(carried.model_type):
+            continue
+        for menu in ("short", "small") if target.small_formats else ("short",):
+            recipes = menu_of(target, set(carried.matrices), small=menu == "small")
+            size = smallest(target, carried, recipes)
+            formats = tuple(recipe.grid.name for recipe in recipes)
+            rows.append(Reach(target.name, menu, formats, size, 8 * size / weights))
+    return ReachResult(settings.model, max_bytes, rows)
+
+
+def inspect(
+    settings: InspectSettings, session: Session
+) -> LoadedModel | FitResult | ReachResult:
+    if settings.max_bytes is not None:
+        return reaches(settings, settings.max_bytes)
     if (use := settings.limits.use) is not None:
         return fits(settings, use)
     return session.model(settings.model, settings.opening)

@@ -115,7 +115,7 @@ def menu_for(
         smallest[name] = min(
             smallest[name], candidate.recipe.grid.bytes(candidate.component.shape)
         )
-    return menu_of(target, anatomy, small=max_bytes < sum(smallest.values()))
+    return menu_of(target, anatomy.shapes, small=max_bytes < sum(smallest.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

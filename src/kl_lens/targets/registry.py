@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:  # opening a session must not load what exporting needs
     from kl_lens.model import LoadedModel
-    from kl_lens.model.anatomy import Anatomy
     from kl_lens.targets.dissection import Dissection
 
 # Name → "module:class", in the order in which they are listed for users.
@@ -176,19 +176,18 @@ def open_session(
 
 def menu_of(
     target: Target,
-    anatomy: Anatomy | None = None,
+    shapes: Collection[tuple[int, ...]] = (),
     *,
     full: bool = False,
     small: bool = False,
 ) -> tuple[Recipe, ...]:
     """The recipes that plans for a target choose from besides FP16: the short menu or the full one, and (`small`) its
-    formats below four bits, with what else fits those components of `anatomy` that none of these fits."""
+    formats below four bits, with what else fits those of `shapes` that none of these fits."""
     below: tuple[Recipe, ...] = ()
     if small:
         below = target.recipes(target.small_formats)
-        shapes = {c.shape for c in anatomy.candidates} if anatomy and below else set()
         left = [shape for shape in shapes if all(r.grid.fits(shape) for r in below)]
-        others = target.recipes(target.formats)
+        others = target.recipes(target.formats if below else ())
         below += tuple(r for r in others if not all(map(r.grid.fits, left)))
     menu = target.recipes(target.formats) if full else target.short_menu
     return tuple(recipe for recipe in dict.fromkeys((*below, *menu)) if recipe != FP16)

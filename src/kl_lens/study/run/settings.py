@@ -121,7 +121,7 @@ class RunSettings(of.Settings):
             return supported(chosen, self.formats)
         if self.menu is not None:
             full = self.menu == FULL
-            return menu_of(chosen, anatomy, full=full, small=self.menu == SMALL)
+            return menu_of(chosen, anatomy.shapes, full=full, small=self.menu == SMALL)
         if self.budget is not None:  # without what a file has besides weights
             max_bytes = int(
                 self.budget * sum(2 * c.parameters for c in anatomy.components)
