@@ -70,7 +70,7 @@ def test_every_verb_says_it_once_and_does_without(
 
 
 def test_doctor_names_each_wrong_kernel_in_a_line(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(attention, "ON_ARM", True)
     for scan in ("selective_scan", "head_scan", "tracked_scan", "chunked_scan"):
         monkeypatch.setattr(swap, scan, growing(getattr(swap, scan), 1.0001))
     for kernel in ("causal_convolution", "causal_attention"):

@@ -1,6 +1,5 @@
 """The quarantine of the targets, served by forks of a warm process: real runtimes, real aborts, a tenth of the time."""
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,16 +27,14 @@ def forked_quarantine(*modules: str) -> Iterator[None]:
         )  # as the quarantine does: else it spends seconds in a debugger
         forks = stack.enter_context(Forks("tests.hostile.aside", *modules))
 
-        def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
-            ended = forks.call("tests.hostile.aside:look", [words[3:]])
+        def watched(words: list[str], *_: object) -> tuple[int, bytes]:
+            ended = forks.call("tests.hostile.aside:look", [words])
             assert ended.peak < MOST_MEMORY
             if ended.code == -9:
-                raise subprocess.TimeoutExpired(words, 600)
-            return subprocess.CompletedProcess(
-                words, ended.code, b"", ended.said.encode()
-            )
+                raise TimeoutError
+            return ended.code, ended.said.encode()
 
-        patch.setattr(quarantine.subprocess, "run", run)
+        patch.setattr(quarantine, "_watched", watched)
         yield
 
 

@@ -208,7 +208,7 @@ def test_a_nan_that_enters_a_kernel_comes_out_of_it() -> None:
 def test_a_kernel_that_is_wrong_is_found_named_and_not_used(
     kernel: str, family: str, plant, gradients: bool, monkeypatch
 ) -> None:
-    monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(attention, "ON_ARM", True)
     monkeypatch.setattr(swap, kernel, plant(getattr(swap, kernel), 1.0001))
     warnings: list[str] = []
     model = tiny_model(family)
@@ -305,7 +305,7 @@ SLOW += [(family, torch.float16) for family in ("mamba", "mamba2", "hymba")] + [
 def test_right_kernels_are_found_right_in_every_precision(
     family: str, dtype: torch.dtype, monkeypatch
 ) -> None:
-    monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(attention, "ON_ARM", True)
     chain = Chain(tiny_model(family).to(dtype))
     comparisons = chain.compared_kernels()
     assert comparisons

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kl_lens.base.system import ON_X86
 from kl_lens.judging.torch_session import TorchSession
 from kl_lens.model import load
 from kl_lens.run.records import Plan
@@ -18,9 +18,7 @@ from tests.targets.gguf.support import kl
 
 GGUF = {"keys": "q8_0", "values": "q4_0"}
 OPENVINO = {"keys": "u4-32", "values": "u4"}
-X86 = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="its caches are rounded on x86 only"
-)
+X86 = pytest.mark.skipif(not ON_X86, reason="its caches are rounded on x86 only")
 
 
 @pytest.mark.parametrize(

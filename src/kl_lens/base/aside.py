@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from kl_lens.base.environment import THREAD_VARIABLES
+from kl_lens.base.system import LINUX, WINDOWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +32,7 @@ def aside(
 ) -> Aside:
     """Starts a process pool of one process: if it dies, it takes no other's work along. First it calls `begin`."""
     # For several, a server imports torch and the rest once and forks, on Linux. A single one does not wait for that.
-    context = get_context(
-        "forkserver" if several and sys.platform == "linux" else "spawn"
-    )
+    context = get_context("forkserver" if several and LINUX else "spawn")
     context.set_forkserver_preload([begin.__module__])
     with _starting(threads):
         before = active_children()
@@ -57,8 +56,9 @@ def _starting(threads: int) -> Iterator[None]:
     answers; and no script of the user's, which it would run again."""
     environment = dict(os.environ)
     main = sys.modules["__main__"]
-    resource_tracker.ensure_running()  # it would unblock Ctrl-C
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    if not WINDOWS:  # there a process begins to ignore Ctrl-C when it runs
+        resource_tracker.ensure_running()  # it would unblock Ctrl-C
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         os.environ |= {f"{name}_NUM_THREADS": str(threads) for name in THREAD_VARIABLES}
         # Such as warnings of locks that a killed process did not give back.
@@ -69,7 +69,8 @@ def _starting(threads: int) -> Iterator[None]:
         sys.modules["__main__"] = main
         os.environ.clear()
         os.environ |= environment
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if not WINDOWS:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _become(
@@ -77,6 +78,7 @@ def _become(
 ) -> None:
     """It shows nothing and ends with the process that started it."""
     os.environ |= environment
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(os.devnull, "w") as nothing:
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)

@@ -1,10 +1,9 @@
-"""Environment variables for libraries, processors, memory."""
+"""Environment variables for libraries."""
 
 from __future__ import annotations
 
 import os
 import re
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,28 +73,3 @@ def briefly_spinning() -> Iterator[None]:
 def for_child() -> dict[str, str]:
     """Environment for a child Python: it can import what this one can."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
-def processors() -> int:
-    """Number of processors this process may use."""
-    return (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-
-
-def peak_memory() -> int:
-    """Peak memory of this process in bytes (or of the one that started it, if larger)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def available_memory() -> int:
-    """Free memory in bytes, without swapping."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux: all memory
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -7,8 +7,6 @@ them. What a killed process left is removed by the next one that writes there.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import os
 import secrets
@@ -22,10 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kl_lens.base import system
 from kl_lens.base.accelerators import on_host
-from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, system_error
 from kl_lens.base.lazy import torch
+from kl_lens.base.system import processors
 
 MODEL_FILE = "config.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -54,11 +53,10 @@ def whole(path: Path) -> Iterator[Path]:
             yield temporary
             # Some libraries make files that nobody else may read.
             shutil.copymode(lock, temporary)
-            os.replace(temporary, path)
+            system.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-        lock.unlink(missing_ok=True)
-        os.close(handle)
+        system.remove_locked(lock, handle)
 
 
 @contextmanager
@@ -92,7 +90,7 @@ def _locked_file(path: Path) -> tuple[Path, int]:
     while True:
         lock = path.parent / f".{path.name[:100]}.{secrets.token_hex(4)}{_WRITING}"
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        _lock(handle, wait=True)
+        system.lock(handle, wait=True)
         if os.fstat(handle).st_nlink:
             # Without a link, another process removed it before it was locked.
             return lock, handle
@@ -109,11 +107,10 @@ def _clear_files(folder: Path) -> None:
     for leftover in folder.glob(f".*{_WRITING}"):
         with suppress(OSError):
             handle = os.open(leftover, os.O_RDONLY)
-            try:
-                if leftover.is_file() and _lock(handle, wait=False):
-                    _content_of(leftover).unlink(missing_ok=True)
-                    leftover.unlink()
-            finally:
+            if leftover.is_file() and system.lock(handle, wait=False):
+                _content_of(leftover).unlink(missing_ok=True)
+                system.remove_locked(leftover, handle)
+            else:
                 os.close(handle)
 
 
@@ -169,45 +166,42 @@ def replacing(folder: Path) -> Iterator[Path]:
     killed, the old files stay. Other files in the folder are not touched."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        if not _lock(handle, wait=False):
-            raise KLLensError(
-                f"{folder}: another process is writing there; wait until it is done"
-            )
-        _finish(folder)
-        for leftover in folder.glob(f"{_WRITING}*"):
-            shutil.rmtree(leftover)
-        staging = folder / _WRITING
-        staging.mkdir()
-        try:
-            yield staging
-            os.rename(staging, folder / _DECIDED)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            if new:
-                with suppress(OSError):
-                    folder.rmdir()
-            raise
-        _finish(folder)
-    finally:
-        os.close(handle)
+        with system.locked_folder(folder, wait=False) as alone:
+            if not alone:
+                raise KLLensError(
+                    f"{folder}: another process is writing there; wait until it is done"
+                )
+            _finish(folder)
+            for leftover in folder.glob(f"{_WRITING}*"):
+                shutil.rmtree(leftover)
+            staging = folder / _WRITING
+            staging.mkdir()
+            try:
+                yield staging
+                system.replace(staging, folder / _DECIDED)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+            _finish(folder)
+    except BaseException:
+        if new:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def settle(folder: Path) -> None:
     """Finishes what a killed process had decided. Call before reading a folder's record."""
     if not (folder / _DECIDED).exists():
         return
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        _lock(handle, wait=True)  # the holder is only moving files
-        _finish(folder)
+        # The holder is only moving files.
+        with system.locked_folder(folder, wait=True):
+            _finish(folder)
     except OSError as error:
         raise KLLensError(
             f"{folder}: an export was interrupted here and cannot be finished ({error.strerror}); export again"
         ) from error
-    finally:
-        os.close(handle)
 
 
 def _finish(folder: Path) -> None:
@@ -224,18 +218,9 @@ def _finish(folder: Path) -> None:
         destination = folder / path.name
         if destination.is_dir():
             shutil.rmtree(destination)
-        os.replace(path, destination)
+        system.replace(path, destination)
         path.unlink(missing_ok=True)  # of two links to one file, rename leaves both
     decided.rmdir()
-
-
-def _lock(handle: int, *, wait: bool) -> bool:
-    """Whether this process has the lock; True on file systems without locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True
 
 
 # -- digests and shipped files -------------------------------------------------------------------------------

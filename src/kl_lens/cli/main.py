@@ -29,6 +29,7 @@ from kl_lens.base.errors import (  # noqa: E402
     system_error,
     system_reason,
 )
+from kl_lens.base.system import is_broken_pipe  # noqa: E402
 from kl_lens.base.version import __version__  # noqa: E402
 from kl_lens.cli.flags import add_arguments, settings_from  # noqa: E402
 from kl_lens.cli.terminal import Terminal, console, literal, print_json  # noqa: E402
@@ -263,17 +264,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a full disk can still be reported
         return code
     except (SystemExit, GeneratorExit) as end:  # argparse has said what is wrong
-        if isinstance(end.__context__, BrokenPipeError):  # met by rich
+        if is_broken_pipe(end.__context__):  # met by rich
             return 141
         raise
     except KeyboardInterrupt as stop:
         message = str(stop) or "stopped; run the same command to continue"
         print(f"\n{program}: {printable(message)}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `kl-lens … | head`
-        _drop_output()
-        return 141
     except BaseException as error:  # a panic in a Rust library is not an Exception
+        if is_broken_pipe(error):  # `kl-lens … | head`
+            _drop_output()
+            return 141
         if isinstance(error, OSError) and error.filename is None:
             _drop_output()  # it may be what is full, and would be tried again at the end
         code, line = explained(error, words)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from kl_lens.base.environment import available_memory, processors
+from kl_lens.base.system import available_memory, processors
 from kl_lens.judging.evaluator import Arrived, computed
 from kl_lens.judging.judged import RUNTIME_ERRORS, JudgedArtifact
 from kl_lens.judging.texts import EvaluationText

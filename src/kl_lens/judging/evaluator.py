@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import torch
 
-from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, UnlearntError, one_line
 from kl_lens.base.progress import Progress
+from kl_lens.base.system import processors
 from kl_lens.judging import scoring
 from kl_lens.judging.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
 from kl_lens.judging.scoring import Agreement, position_values, score_logits

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from kl_lens.base.aside import Aside, aside
-from kl_lens.base.environment import available_memory, processors
 from kl_lens.base.errors import KLLensError, RunError, last_line, one_line
+from kl_lens.base.system import available_memory, processors
 from kl_lens.base.units import human_bytes
 from kl_lens.base.version import __version__
 from kl_lens.measuring.pieces import Found, Job, Layout, Piece, PieceRunner

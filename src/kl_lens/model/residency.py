@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from kl_lens.base.accelerators import free_memory
-from kl_lens.base.environment import available_memory
 from kl_lens.base.errors import CheckpointError
+from kl_lens.base.system import available_memory
 from kl_lens.model.files import refuse_broken_numbers, stored_tensors, weights_digest
 from kl_lens.model.patching import needs_no_weights
 from kl_lens.model.streaming import CheckpointTensors, join_twins

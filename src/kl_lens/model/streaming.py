@@ -23,8 +23,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from kl_lens.base.environment import processors
 from kl_lens.base.errors import CheckpointError, one_line
+from kl_lens.base.system import processors, read_at
 from kl_lens.model.files import (
     LEFT_OUT,
     Stored,
@@ -214,7 +214,7 @@ class CheckpointTensors:
         def read(first: int) -> bool:
             last = min(first + _AT_ONCE, len(view))
             while first < last:
-                got = os.preadv(file.fileno(), [view[first:last]], stored.begin + first)
+                got = read_at(file, view[first:last], stored.begin + first)
                 if not got:
                     return False
                 first += got

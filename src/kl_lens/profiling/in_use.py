@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError
+from kl_lens.base.system import processors
 from kl_lens.base.units import human_bytes
 from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings, base_of
 from kl_lens.profiling.machine import (

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import psutil
 
 from kl_lens.base.compiling import get_num_threads, njit, prange
-from kl_lens.base.environment import processors
+from kl_lens.base.system import processors
 from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets.abilities import Contents
 

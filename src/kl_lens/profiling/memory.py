@@ -1,7 +1,7 @@
 """Peak memory of a fresh process that loads an artifact and generates a little.
 
-The process reads the number itself, from VmHWM. `ru_maxrss`, which its parent could read, is wrong here: on Linux a
-child inherits the peak of the process that started it, and a benchmark is large.
+The process reads the number itself, because on Linux a parent sees its own peak in that of its child, and a benchmark
+is large.
 
 python -m kl_lens.profiling.memory ARTIFACT TARGET MODULE:CLASS SETTINGS
 """
@@ -14,15 +14,15 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kl_lens.base.environment import for_child, peak_memory
+from kl_lens.base.environment import for_child
 from kl_lens.base.errors import KLLensError, TargetError
+from kl_lens.base.system import peak_memory, resident_memory
 from kl_lens.run.records import Record
 from kl_lens.targets import TARGETS, SessionSettings, get_target, register
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 8  # unless a context is asked for: that is filled, a chunk at a time
 CHUNK = 512
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,12 @@ def fresh_process(path: Path, target: str, settings: SessionSettings) -> MemoryU
     return MemoryUse.from_json(json.loads(result.stdout.splitlines()[-1]))
 
 
-def resident(field: str) -> int:
-    """VmRSS (now) or VmHWM (the peak) of this process, in bytes."""
-    if _STATUS.is_file():
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return 1024 * int(line.split()[1])
-    return peak_memory()  # macOS has no /proc, only the peak
-
-
 def main(path: str, name: str, module: str, settings: str) -> int:
     try:
         register(name, module)
         target = get_target(name)
         target.prepare()  # libraries count as base; loading the model starts after them
-        base = resident("VmRSS")
+        base = resident_memory()
         runtime = SessionSettings(**json.loads(settings))
         session = target.open(Path(path), runtime)
         prompt = PROMPT_TOKENS
@@ -83,7 +74,7 @@ def main(path: str, name: str, module: str, settings: str) -> int:
             logits = session.prefill([index % session.vocabulary for index in ids])
         for _ in range(NEW_TOKENS):
             logits = session.step(int(logits.argmax()))
-        use = MemoryUse(base, resident("VmHWM"))
+        use = MemoryUse(base, peak_memory())
         session.close()
     except KLLensError as error:
         print(error, file=sys.stderr)

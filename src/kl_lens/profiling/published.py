@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kl_lens.base.environment import processors
 from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.base.files import write_text
+from kl_lens.base.system import processors
 from kl_lens.base.units import tag_of
 from kl_lens.profiling.benchmark import Benchmark, Report, Timed, base_of
 from kl_lens.profiling.machine import bound_of, limits_hold

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import shlex
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kl_lens.base.errors import RunError, one_line
+from kl_lens.base.system import lock
 
 FILE = "run.sqlite"
 LOCK = ".lock"
@@ -197,22 +197,14 @@ class Hold:
 
 
 def _take(handle: int, folder: Path, command: Sequence[str]) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = (
-            os.pread(handle, 4096, 0).decode(errors="replace").strip()
-            or "another process"
-        )
+    alone = lock(handle, wait=False)
+    os.lseek(handle, 0, os.SEEK_SET)
+    if not alone:
+        holder = os.read(handle, 4096).decode(errors="replace").strip()
         raise RunError(
-            f"{folder} is in use by {holder}; wait for it, or use another --run"
-        ) from None
-    except OSError:
-        return  # the file system has no locks
+            f"{folder} is in use by {holder or 'another process'}; wait for it, or use another --run"
+        )
     since = time.strftime("%H:%M:%S")
+    words = shlex.join(command)[:1000]
     os.ftruncate(handle, 0)
-    os.pwrite(
-        handle,
-        f"process {os.getpid()} ({shlex.join(command)[:1000]}, since {since})\n".encode(),
-        0,
-    )
+    os.write(handle, f"process {os.getpid()} ({words}, since {since})\n".encode())

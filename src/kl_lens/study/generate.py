@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kl_lens.base.environment import peak_memory
 from kl_lens.base.errors import TargetError
+from kl_lens.base.system import peak_memory
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session

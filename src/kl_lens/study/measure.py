@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens import planning
-from kl_lens.base.environment import available_memory
 from kl_lens.base.errors import BudgetError, KLLensError, PlanError, UnlearntError
+from kl_lens.base.system import available_memory
 from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.perturbation import (
     Candidate,

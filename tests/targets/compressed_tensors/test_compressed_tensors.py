@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import torch
 import transformers
 
 from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.base.system import ON_ARM
 from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.folder import Run
@@ -270,9 +270,7 @@ def test_vllm_writes_the_same_text_and_refuses_what_its_target_does(
     prompt = [475, 1954, 276, 261, 1403]
     expected = []
     folders = []
-    packs = (
-        platform.machine() != "aarch64"
-    )  # vLLM's wheel for ARM has no kernel for packed weights
+    packs = not ON_ARM  # vLLM's wheel for ARM has no kernel for packed weights
     for number, name in enumerate(
         ["reference:hybrid", "reference:mamba2"] if packs else []
     ):

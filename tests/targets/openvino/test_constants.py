@@ -1,6 +1,5 @@
 """The integers on disk are those of kl_lens.weights.formats, each component exactly once."""
 
-import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from kl_lens.base.system import ON_ARM
 from kl_lens.run.records import Plan
 from kl_lens.targets import describe_target, open_session, quarantine
 from kl_lens.targets.openvino import constants
@@ -143,7 +143,7 @@ def test_a_file_taken_apart_gives_the_same_values(
             assert (stored.format, stored.bytes) == (tensor.realised, tensor.bytes)
     notes = case.artifact.settings.get("notes", [])
     expands = any("expands mxfp4 and uint2-g64" in note for note in notes)
-    assert expands == (platform.machine() in ("aarch64", "arm64"))
+    assert expands == ON_ARM
 
 
 def test_bytes_on_disk_are_the_plans_and_a_tied_head_is_stored_once(

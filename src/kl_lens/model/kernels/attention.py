@@ -8,13 +8,13 @@ the weighted values in the same way. Queries may share keys and values (grouped 
 from __future__ import annotations
 
 import math
-import platform
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from kl_lens.base.compiling import njit, prange
+from kl_lens.base.system import ON_ARM
 from kl_lens.model.kernels.tile_product import WIDTH, accumulate, multiply
 from kl_lens.model.kernels.vector_math import (
     FAST_MATH,
@@ -113,7 +113,7 @@ def is_faster(query: torch.Tensor, key: torch.Tensor) -> bool:
         and query.dtype == torch.float32
         and query.shape[2] == key.shape[2]
         and SHORTEST <= query.shape[2] <= LONGEST
-        and platform.machine() in ("aarch64", "arm64")
+        and ON_ARM
     )
 
 

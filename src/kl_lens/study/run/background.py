@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 from kl_lens.base.aside import Aside, aside
-from kl_lens.base.environment import processors
+from kl_lens.base.system import processors
 from kl_lens.judging.ahead import SPARED, Ahead
 from kl_lens.model import LoadedModel
 from kl_lens.study import settings as of

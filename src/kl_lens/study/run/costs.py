@@ -12,7 +12,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from kl_lens.base.environment import processors
+from kl_lens.base.system import processors
 from kl_lens.judging.scoring import COMPARED_WINDOWS
 from kl_lens.measuring import screening
 from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on

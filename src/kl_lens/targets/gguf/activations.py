@@ -10,7 +10,6 @@ Attention's keys and values go through an F16 cache, which is not modelled: it d
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from kl_lens.base.errors import TargetError
+from kl_lens.base.system import ON_X86
 from kl_lens.targets.inputs import inputs_changed
 from kl_lens.weights.formats.ggml_types import ggml_types
 from kl_lens.weights.recipes import FP16, Recipe
@@ -27,8 +27,6 @@ from kl_lens.weights.recipes import FP16, Recipe
 # weights' minima. That last rounding affects only the minima, so changed activations cannot model it. It is small: 7e-4
 # of a product of normal numbers, against 5e-3 for the rounding modelled here.
 _SMALLEST = torch.finfo(torch.float32).tiny
-# Kernels for x86 multiply by 127/max|x|, others by 1/(max|x|/127): one activation in a million differs.
-_ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def quantize_activations(activations: torch.Tensor, format_name: str) -> torch.Tensor:
@@ -50,7 +48,8 @@ def _blocks_of_32(activations: torch.Tensor) -> torch.Tensor:
     blocks = _blocked(activations, 32)
     largest = blocks.abs().amax(-1, keepdim=True)
     scale = largest / 127
-    inverse = _quotient(127, largest) if _ON_X86 else _quotient(1, scale)
+    # Kernels for x86 multiply by 127/max|x|, others by 1/(max|x|/127): one activation in a million differs.
+    inverse = _quotient(127, largest) if ON_X86 else _quotient(1, scale)
     inverse = torch.where(scale > _SMALLEST, inverse, 0)
     integers = (blocks * inverse).round()
     return (
@@ -67,7 +66,7 @@ def _blocks_of_256(activations: torch.Tensor) -> torch.Tensor:
     inverse = torch.where(largest.abs() > _SMALLEST, _quotient(-127, safe), 0)
     # Except on x86, compilers fuse the product with the addition of 1.5 · 2^23 that rounds it, so the exact product
     # is rounded once.
-    product = blocks * inverse if _ON_X86 else blocks.double() * inverse.double()
+    product = blocks * inverse if ON_X86 else blocks.double() * inverse.double()
     integers = product.round().clamp_max(127).float()
     scale = torch.where(inverse != 0, 1 / torch.where(inverse != 0, inverse, 1), 0)
     return (integers * scale).reshape(activations.shape).to(activations.dtype)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from kl_lens.base.system import LINUX
 from kl_lens.targets.gguf.header import TensorEntry
 
 _MAPS = Path("/proc/self/maps")
@@ -30,7 +30,7 @@ _EMBEDDING = "token_embd.weight"
 # Least progress between two returns, as a share of the file and in bytes, because finding its pages takes time.
 _STEP = 0.02
 LEAST = 32 << 20
-can_give_back = sys.platform == "linux" and _MAPS.is_file()
+can_give_back = LINUX and _MAPS.is_file()
 
 # bool (*)(float progress, void * user_data)
 ProgressCallback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void_p)

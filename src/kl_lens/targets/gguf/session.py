@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from kl_lens.base.environment import processors
 from kl_lens.base.errors import TargetError, printable
+from kl_lens.base.system import processors
 from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.library import find_library

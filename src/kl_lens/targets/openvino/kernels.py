@@ -10,13 +10,13 @@ ARM and with bfloat16 instructions, programs that set nothing get no integers.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
+from kl_lens.base.system import ON_X86
 from kl_lens.model import LoadedModel
 from kl_lens.targets.inputs import Change, inputs_changed
 from kl_lens.weights.formats import Format
@@ -29,8 +29,7 @@ _EXPANDED = ("uint2-g64", "mxfp4")
 def expanded() -> tuple[str, ...]:
     """Formats that OpenVINO turns into floats on loading. Seen with 2026.4.1 on single matrices: x86-64 multiplies with
     them as stored, ARM does not. Other processors were not tried."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return () if is_x86 else _EXPANDED
+    return () if ON_X86 else _EXPANDED
 
 
 def is_integer(fmt: Format) -> bool:

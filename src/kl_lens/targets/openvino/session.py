@@ -18,8 +18,8 @@ import numpy.typing as npt
 import openvino as ov
 import openvino.opset13 as ops
 
-from kl_lens.base.environment import processors
 from kl_lens.base.errors import TargetError, UnsupportedError, last_line
+from kl_lens.base.system import processors
 from kl_lens.targets import quarantine
 from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino import scans

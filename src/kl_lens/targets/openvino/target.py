@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import re
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import write_text
 from kl_lens.base.lazy import lazy_modules
+from kl_lens.base.system import ON_ARM, ON_X86
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.abilities import Contents, ExportOption, Footprint, StockRecipe
 from kl_lens.targets.base import Target
@@ -42,7 +42,6 @@ else:  # they load OpenVINO and torch
         __package__, "convert", "dissection", "kernels", "session", "stock"
     )
 
-_ARM = ("aarch64", "arm64")
 _KINDS = (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat, MicroscalingFormat)
 _BITS = (2, 4, 8)
 # Bytes that a quantized matrix adds to the .xml, compared with an FP16 one: its decompression nodes. (symmetric, in
@@ -164,7 +163,7 @@ class OpenVINOTarget(Target):
     besides = f"the graph ({IR_FILE})"
     published = BenchmarkApp()
     # On ARM the plugin keeps keys and values as it computes them.
-    cache_formats = () if platform.machine() in _ARM else ("u8", FP16, "u4", "u4-32")
+    cache_formats = () if ON_ARM else ("u8", FP16, "u4", "u4-32")
     methods = ("gptq", "search")
     # Float32 graphs beside PyTorch: a run of 135 million weights used 4.4 GB.
     writing_bytes = 24.0
@@ -226,8 +225,7 @@ class OpenVINOTarget(Target):
     def formats(self) -> tuple[str, ...]:
         small = () if "uint2-g64" in kernels.expanded() else ("uint2-g64",)
         # On ARM there are integer kernels for symmetric weights only.
-        is_arm = platform.machine() in _ARM
-        asymmetric = () if is_arm else ("uint4-g128", "uint4-g64")
+        asymmetric = () if ON_ARM else ("uint4-g128", "uint4-g64")
         return (*small, *asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", FP16)
 
     @property
@@ -309,7 +307,7 @@ class OpenVINOTarget(Target):
         return dissection.graph_contents(path, read_artifact(path))
 
     def footprint(self, *, quantized: bool = True) -> Footprint:
-        return _FOOTPRINTS[platform.machine() == "x86_64", quantized]
+        return _FOOTPRINTS[ON_X86, quantized]
 
     # -- running -------------------------------------------------------------------------------------------
 
