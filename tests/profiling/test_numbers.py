@@ -13,10 +13,10 @@ from kl_lens.profiling.machine import (
     compared,
     fill,
     limits_hold,
-    ratio_of,
     spread_of,
     summed,
 )
+from kl_lens.run.ratios import ratio_of
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets.abilities import Contents
 

@@ -21,6 +21,7 @@ from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable, ReportFile
 from kl_lens.reporting.sections.explorer import Explorer
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Quartiles, Subject
+from kl_lens.study.benchmark import BenchmarkResult
 from kl_lens.targets import get_target
 from tests.reporting.document import Element, read
 from tests.reporting.sample import BESIDES, about, add_target, make_run
@@ -253,7 +254,7 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
         assert words in section(page, "answer").words
         assert brief in section(page, "speed").words
         profiles = [p for p in view.profiles if p.protocol == "use"]
-        told = as_json(Report(1e9, profiles))["profiles"][0]["ratios"]
+        told = as_json(BenchmarkResult(Report(1e9, profiles)))["profiles"][0]["ratios"]
         memory = {"prompt_lengths": [128], "memory": {"model_bytes": 1}}
         complete = [replace(p, settings=p.settings | memory) for p in profiles]
         assert brief in use_rows(complete)[0]["× FP16"]

@@ -126,6 +126,14 @@ class Autopsy(Record):
     def faults(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.is_fault)
 
+    @property
+    def groups(self) -> dict[tuple[str | None, str], list[TensorReport]]:
+        """The tensors by kind and type."""
+        groups: dict[tuple[str | None, str], list[TensorReport]] = {}
+        for tensor in self.tensors:
+            groups.setdefault((tensor.kind, tensor.type), []).append(tensor)
+        return groups
+
 
 @dataclass
 class Evidence:

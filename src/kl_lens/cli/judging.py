@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from kl_lens.autopsy import Autopsy, TensorReport
 from kl_lens.base.units import human_bytes
 from kl_lens.cli.terminal import Bold, Red, Row, Shown, table
-from kl_lens.judging.choosing import verdicts
-from kl_lens.judging.duel import Entrant
-from kl_lens.judging.ranking import Ranking
-from kl_lens.judging.scoring import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
-from kl_lens.judging.tasks import judge, near_chance
-from kl_lens.profiling.benchmark import Report
-from kl_lens.profiling.machine import ratio_of
 from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.reporting.names import fixed_with_error, number, subject_title, with_error
 from kl_lens.run.positions import curve_of, shown_bins
-from kl_lens.run.records import Estimate, Profile, Score, Subject
+from kl_lens.run.ratios import ratio_of
+from kl_lens.run.records import Estimate, Profile, Record, Score, Subject
 from kl_lens.study.autopsy import AutopsyResult
+from kl_lens.study.benchmark import BenchmarkResult
 from kl_lens.study.evaluate import EvaluateResult
+from kl_lens.study.paper import PaperResult
 
 # -- evaluate ------------------------------------------------------------------------------------------------
 
@@ -41,18 +35,6 @@ _LIKELIHOODS = {
         (("top-1, %", "top1", 100, 2), ("cross-entropy, nats", "cross_entropy", 1, 4)),
     ),
 }
-_VERDICTS = {
-    AGREES: "yes",
-    AS_DEPLOYED: "yes, as deployed",
-    IN_FLOAT32: "yes, in float32",
-    DISAGREES: "NO",
-}
-_REMARKS = {
-    AS_DEPLOYED: "As deployed: the file has the weights that were measured. The runtime also rounds activations; "
-    "PyTorch agrees when it rounds them too.",
-    IN_FLOAT32: "In float32: the file has the weights that were measured. The runtime's default arithmetic is coarser; "
-    "in float32 it agrees with PyTorch.",
-}
 
 
 def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
@@ -61,8 +43,12 @@ def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
         "agreements": [_labelled(agreement) for agreement in result.agreements],
         "verdicts": result.verdicts,
         "duel": {
-            "files": [_entrant_json(file) for file in result.duel],
-            "verdicts": [*verdicts(result.duel)],
+            "files": [
+                {"file": file.name, "runtime": file.runtime, "bytes": file.bytes}
+                | {name: value.to_json() for name, value in file.values.items()}
+                for file in result.duel
+            ],
+            "verdicts": result.comparisons,
         },
         "failures": result.failures,
         "notes": result.notes,
@@ -70,7 +56,7 @@ def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
     }
 
 
-def _labelled(record: Score | Agreement) -> dict[str, Any]:
+def _labelled(record: Record) -> dict[str, Any]:
     """A record as JSON for people: subjects by their labels."""
     labels = {
         name: value.label
@@ -80,13 +66,7 @@ def _labelled(record: Score | Agreement) -> dict[str, Any]:
     return record.to_json() | labels
 
 
-def _entrant_json(file: Entrant) -> dict[str, Any]:
-    values = {name: value.to_json() for name, value in file.values.items()}
-    return {"file": file.name, "runtime": file.runtime, "bytes": file.bytes, **values}
-
-
 def show_evaluate(result: EvaluateResult) -> Shown:
-    agreements = result.agreements
     scores = result.scores
     shows = {
         "perplexity": _likelihood,
@@ -98,18 +78,16 @@ def show_evaluate(result: EvaluateResult) -> Shown:
             group = [
                 score for score in scores if (score.kind, score.what) == (kind, text)
             ]
-            yield show(group, agreements)
+            yield show(group, result)
             yield _protocol(group[0])
-    if tasks := [
-        _task_row(score, result.max_drop) for score in scores if score.kind == "task"
-    ]:
+    if tasks := [_task_row(score, result) for score in scores if score.kind == "task"]:
         yield table("Tasks", tasks)
         yield (
             "Drop: the original's accuracy minus this one's, in percentage points, paired by example; verdicts by the "
             "95 % interval of the drop of acc."
         )
     labels = {"cross_entropy": "cross-entropy", "kl_mean": "KL from the original"}
-    for agreement in [a for a in agreements if a.verdict == DISAGREES]:
+    for agreement in [a for a in result.agreements if not a.holds]:
         changes = [
             f"{labels[name]} by {with_error(c)}"
             for name, c in agreement.differences.items()
@@ -121,32 +99,28 @@ def show_evaluate(result: EvaluateResult) -> Shown:
             "PyTorch computes what transformers' own code computes, so the file is not what was measured: export it "
             "again. (Arithmetic that is not modelled, for example on a GPU, can look the same.)"
         )
-    yield from (
-        text
-        for verdict, text in _REMARKS.items()
-        if verdict in {a.verdict for a in agreements}
-    )
+    yield from filter(None, dict.fromkeys(a.remark for a in result.agreements))
     if result.duel:
-        yield table("Side by side", [_entrant_row(file) for file in result.duel])
-        yield from [*verdicts(result.duel)] or [
+        yield table("Side by side", _side_by_side(result))
+        yield from result.comparisons or [
             "Every larger file loses less: none is beaten by one of its size."
         ]
     yield from result.notes
     yield from (f"Written: {path}" for path in result.written)
 
 
-def _entrant_row(file: Entrant) -> Row:
-    kl, perplexity, top = (
-        file.values[name] for name in ("kl_mean", "token_perplexity", "same_top")
-    )
-    return {
-        "file": file.name,
-        "runtime": file.runtime,
-        "size": human_bytes(file.bytes),
-        "KL": with_error(kl),
-        "perplexity": fixed_with_error(perplexity, 3),
-        "same top, %": f"{100 * top.value:.2f}",
-    }
+def _side_by_side(result: EvaluateResult) -> list[Row]:
+    return [
+        {
+            "file": file.name,
+            "runtime": file.runtime,
+            "size": human_bytes(file.bytes),
+            "KL": with_error(file.values["kl_mean"]),
+            "perplexity": fixed_with_error(file.values["token_perplexity"], 3),
+            "same top, %": f"{100 * file.values['same_top'].value:.2f}",
+        }
+        for file in result.duel
+    ]
 
 
 def _task(score: Score) -> str:
@@ -165,8 +139,8 @@ def _cell(
     )
 
 
-def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
-    beside = {a.subject: a for a in agreements if a.what == scores[0].what}
+def _likelihood(scores: list[Score], result: EvaluateResult) -> Table:
+    beside = {a.subject: a for a in result.agreements if a.what == scores[0].what}
     title, columns = _LIKELIHOODS[_task(scores[0])]
     rows = []
     for score in scores:
@@ -178,14 +152,13 @@ def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
             )
         if agreement := beside.get(score.subject):
             change = agreement.differences["cross_entropy"].value
-            answer = f"{_VERDICTS[agreement.verdict]} ({change:+.1e} nats)"
-            wrong = agreement.verdict == DISAGREES
-            row["agrees with PyTorch?"] = Red(answer) if wrong else answer
+            answer = f"{agreement.answer} ({change:+.1e} nats)"
+            row["agrees with PyTorch?"] = answer if agreement.holds else Red(answer)
         rows.append(row)
     return table(f"{title} on {scores[0].what}", rows)
 
 
-def _divergence(scores: list[Score], _: list[Agreement]) -> Table:
+def _divergence(scores: list[Score], _: EvaluateResult) -> Table:
     row, best = {"text": ("token", "token"), "image": ("image", "class")}[
         _task(scores[0])
     ]
@@ -211,7 +184,7 @@ def _divergence(scores: list[Score], _: list[Agreement]) -> Table:
     return table(f"KL from the original on {scores[0].what}, nats per {row}", rows)
 
 
-def _positions(scores: list[Score], _: list[Agreement]) -> Table:
+def _positions(scores: list[Score], _: EvaluateResult) -> Table:
     """The first bin, the last, and some between."""
     rows = []
     for score in scores:
@@ -235,7 +208,7 @@ def _positions(scores: list[Score], _: list[Agreement]) -> Table:
     )
 
 
-def _task_row(score: Score, limit: float | None) -> Row:
+def _task_row(score: Score, result: EvaluateResult) -> Row:
     accuracies = ("acc", "acc_norm")
     row = {
         "task": score.what,
@@ -247,16 +220,11 @@ def _task_row(score: Score, limit: float | None) -> Row:
         f"drop of {name}": _cell(score, f"{name}_drop", 2, 100, signed=True)
         for name in accuracies
     }
-    if limit is not None and "acc_drop" in score.values:
-        row[f"≤ {100 * limit:g} points?"] = judge(score.values["acc_drop"], limit)
+    if verdict := result.verdict_of(score):
+        row[f"≤ {100 * (result.max_drop or 0):g} points?"] = verdict
     notes = []
-    chance = score.protocol.get("chance")
-    near = [
-        n
-        for n in accuracies
-        if n in score.values and near_chance(score.values[n], chance)
-    ]
-    if near and chance is not None:
+    if near := result.near_chance(score, accuracies):
+        chance = score.protocol["chance"]
         notes.append(f"{' and '.join(near)} near chance ({100 * chance:.0f} %)")
     metrics = [n for n in score.values if n not in accuracies and not n.endswith("_drop")]
     notes += [
@@ -282,8 +250,9 @@ def _protocol(score: Score) -> str:
 # -- benchmark -----------------------------------------------------------------------------------------------
 
 
-def json_benchmark(report: Report) -> dict[str, Any]:
+def json_benchmark(result: BenchmarkResult) -> dict[str, Any]:
     """The records, with ratios as they are shown."""
+    report = result.report
     profiles = []
     for p in report.profiles:
         names = p.ratios.keys() | {
@@ -299,7 +268,8 @@ def json_benchmark(report: Report) -> dict[str, Any]:
     }
 
 
-def show_benchmark(report: Report) -> Shown:
+def show_benchmark(result: BenchmarkResult) -> Shown:
+    report = result.report
     used = [p for p in report.profiles if p.protocol == "use"]
     timed = [p for p in report.profiles if p.protocol == "benchmark_app"]
     if used:
@@ -412,9 +382,9 @@ def json_autopsy(result: AutopsyResult) -> dict[str, Any]:
 
 def show_autopsy(result: AutopsyResult) -> Shown:
     autopsy = result.autopsy
-    yield _contents(autopsy)
+    yield _contents(result)
     if autopsy.steps:
-        yield _chain(autopsy)
+        yield _chain(result)
         yield "± is one standard error over windows. “apart”: KL from the step named there, where equal is right."
     if autopsy.restored:
         rows = [
@@ -440,30 +410,29 @@ def show_autopsy(result: AutopsyResult) -> Shown:
     yield Bold(autopsy.headline)
 
 
-def _contents(autopsy: Autopsy) -> Table:
+def _contents(result: AutopsyResult) -> Table:
     """Tensors by kind and type."""
+    autopsy = result.autopsy
 
     def largest(errors: Iterable[float | None]) -> str:
         return number(max((e for e in errors if e is not None), default=None))
 
-    groups: dict[tuple[str, str], list[TensorReport]] = defaultdict(list)
-    for tensor in autopsy.tensors:
-        groups[tensor.kind or "–", tensor.type].append(tensor)
     rows = [
         {
-            "kind": kind,
+            "kind": kind or "–",
             "type": stored,
             "tensors": str(len(tensors)),
             "size": human_bytes(sum(t.bytes for t in tensors)),
             "weight error": largest(t.error for t in tensors),
             "rounding alone": largest(t.own_error for t in tensors),
         }
-        for (kind, stored), tensors in groups.items()
+        for (kind, stored), tensors in autopsy.groups.items()
     ]
     return table(f"{autopsy.file}, {human_bytes(autopsy.bytes)}", rows)
 
 
-def _chain(autopsy: Autopsy) -> Table:
+def _chain(result: AutopsyResult) -> Table:
+    autopsy = result.autopsy
     of = (
         f"KL from {autopsy.original} on {autopsy.text}, nats per token"
         if autopsy.original
@@ -487,7 +456,12 @@ def _chain(autopsy: Autopsy) -> Table:
 # -- paper ---------------------------------------------------------------------------------------------------
 
 
-def show_paper(result: Ranking) -> Shown:
+def json_paper(result: PaperResult) -> dict[str, Any]:
+    return result.ranking.to_json()
+
+
+def show_paper(result: PaperResult) -> Shown:
+    ranking = result.ranking
     rows = [
         {
             "damage": c.damage,
@@ -500,15 +474,15 @@ def show_paper(result: Ranking) -> Shown:
             "interval": f"{c.low:.3f} … {c.high:.3f}",
             "p": f"{c.p_value:.1e}",
         }
-        for c in result.correlations
+        for c in ranking.correlations
     ]
     yield table("Kendall τ between a metric and the damage (95 % interval)", rows)
     yield (
         "Damage: change in cross-entropy (perplexity) and KL from the original (divergence), "
-        f"on {result.evaluation_tokens:,} held-out tokens, paired; "
-        f"the original's token perplexity there is {result.perplexity:.3f}."
+        f"on {ranking.evaluation_tokens:,} held-out tokens, paired; "
+        f"the original's token perplexity there is {ranking.perplexity:.3f}."
     )
-    for r in (r for r in result.reliabilities if r.is_noisy):
+    for r in (r for r in ranking.reliabilities if r.is_noisy):
         yield (
             f"{r.format}, {'with' if r.with_head else 'without'} the head: noise limits τ (median error of the damage "
             f"{r.median_error:.1e} nats, spread {r.spread:.1e}); raise --evaluation-windows"

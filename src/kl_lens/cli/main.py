@@ -35,7 +35,7 @@ from kl_lens.cli.flags import add_arguments, settings_from  # noqa: E402
 from kl_lens.cli.terminal import Terminal, console, literal, print_json  # noqa: E402
 from kl_lens.study.events import exit_code  # noqa: E402
 from kl_lens.study.settings import as_yaml  # noqa: E402
-from kl_lens.study.study import Study, settings_of  # noqa: E402
+from kl_lens.study.study import Study, settings_of, use_llama_cpp  # noqa: E402
 
 UNEXPECTED = 70  # exit code; EX_SOFTWARE of sysexits.h
 
@@ -205,9 +205,7 @@ def execute(arguments: argparse.Namespace) -> int:
         sys.stdout.write(_versions())
         return 0
     if arguments.llama_cpp:
-        from kl_lens.targets.gguf.library import use_library
-
-        use_library(arguments.llama_cpp)
+        use_llama_cpp(arguments.llama_cpp)
     settings = settings_from(arguments)
     if getattr(arguments, "write_config", False):
         settings.check()

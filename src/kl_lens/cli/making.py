@@ -8,25 +8,19 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from kl_lens import planning
 from kl_lens.base.units import human_bytes, human_kl, spell_bytes
 from kl_lens.cli.terminal import Bold, Row, Shown, table
-from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.reporting.names import number, runtime_title, sum_of_parts
-from kl_lens.run.records import Artifact, Component
+from kl_lens.run.records import Component
 from kl_lens.study.calibrate import CalibrateResult
-from kl_lens.study.export import ExportResult
-from kl_lens.study.inspect import PRECISIONS, FitResult, ReachResult, stored_bytes
+from kl_lens.study.export import ExportedFile, ExportResult
+from kl_lens.study.inspect import PRECISIONS, FitResult, InspectResult, ReachResult
 from kl_lens.study.measure import MeasureResult
 from kl_lens.study.merge import MergeResult
 from kl_lens.study.plan import PlanResult
 from kl_lens.study.table import TableResult
-from kl_lens.targets import describe_target
-from kl_lens.targets.tokenizer import TOKENIZER_FILE
-from kl_lens.weights.recipes import FP16
 
 _SHOWN_POINTS = 25  # of a frontier
 
@@ -75,13 +69,14 @@ def _reaches(result: ReachResult) -> Shown:
         yield f"Next: kl-lens run {shlex.quote(result.model)} --max-bytes {size}"
 
 
-def show_inspect(model: LoadedModel | FitResult | ReachResult) -> Shown:
-    if isinstance(model, ReachResult):
-        yield from _reaches(model)
+def show_inspect(result: InspectResult | FitResult | ReachResult) -> Shown:
+    if isinstance(result, ReachResult):
+        yield from _reaches(result)
         return
-    if isinstance(model, FitResult):
-        yield from _fits(model)
+    if isinstance(result, FitResult):
+        yield from _fits(result)
         return
+    model = result.model
     anatomy = model.anatomy
     tied = (
         "head tied to the embedding" if anatomy.head == anatomy.embedding else "own head"
@@ -92,7 +87,7 @@ def show_inspect(model: LoadedModel | FitResult | ReachResult) -> Shown:
     )
     if not model.classifier:
         yield f"BOS: {model.beginning.words}."
-    yield table("Quantizable components", [*_blocks(anatomy)])
+    yield table("Quantizable components", [*_blocks(result)])
     groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
     for component in anatomy.components:
         if not component.quantizable:
@@ -110,8 +105,9 @@ def show_inspect(model: LoadedModel | FitResult | ReachResult) -> Shown:
     yield from (f"Note: {note}" for note in model.notes)
 
 
-def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
+def _blocks(result: InspectResult) -> Iterator[Row | None]:
     """One row per block and family, and sums."""
+    anatomy = result.model.anatomy
     groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
     for component in anatomy.candidates:
         shared = (
@@ -124,22 +120,22 @@ def _blocks(anatomy: Anatomy) -> Iterator[Row | None]:
     heading = "components (rows × columns)"
     for (block, family), members in groups.items():
         shapes = ", ".join(f"{c.kind} {_shape(c)}" for c in members)
-        yield {"block": block, "family": family, heading: shapes} | _sizes(members)
+        yield {"block": block, "family": family, heading: shapes} | _sizes(
+            result, members
+        )
     yield None
     left_alone = [c for c in anatomy.components if not c.quantizable]
-    sums = {
+    sums: dict[str, Sequence[Component]] = {
         "quantizable": anatomy.candidates,
         "left alone": left_alone,
         Bold("all"): anatomy.components,
     }
-    yield from ({heading: name} | _sizes(members) for name, members in sums.items())
+    for name, parts in sums.items():
+        yield {heading: name} | _sizes(result, parts)
 
 
-def _sizes(components: Sequence[Component]) -> Row:
-    sizes = {
-        p.upper(): human_bytes(sum(stored_bytes(c, p) for c in components))
-        for p in PRECISIONS
-    }
+def _sizes(result: InspectResult, components: Sequence[Component]) -> Row:
+    sizes = {p.upper(): human_bytes(result.bytes_at(p, components)) for p in PRECISIONS}
     return {"parameters": _parameters(components)} | sizes
 
 
@@ -151,21 +147,22 @@ def _shape(component: Component) -> str:
     return "×".join(str(size) for size in component.shape)
 
 
-def json_inspect(model: LoadedModel | FitResult | ReachResult) -> dict[str, Any]:
-    if isinstance(model, ReachResult):
-        return asdict(model)
-    if isinstance(model, FitResult):
-        rows = [asdict(row) | {"total": row.total} for row in model.rows]
+def json_inspect(result: InspectResult | FitResult | ReachResult) -> dict[str, Any]:
+    if isinstance(result, ReachResult):
+        return asdict(result)
+    if isinstance(result, FitResult):
+        rows = [asdict(row) | {"total": row.total} for row in result.rows]
         return {
-            "model": model.model,
-            "memory": model.memory,
-            **asdict(model.use),
+            "model": result.model,
+            "memory": result.memory,
+            **asdict(result.use),
             "rows": rows,
         }
 
     def bytes_of(*components: Component) -> dict[str, int]:
-        return {p: sum(stored_bytes(c, p) for c in components) for p in PRECISIONS}
+        return {p: result.bytes_at(p, components) for p in PRECISIONS}
 
+    model = result.model
     anatomy = model.anatomy
     return {
         **{name: getattr(model, name) for name in ("name", "layout", "fingerprint")},
@@ -332,12 +329,12 @@ def show_merge(result: MergeResult) -> Shown:
 
 def show_plan(result: PlanResult) -> Shown:
     if result.frontier is not None:
-        yield from _frontier(result.table.model, result.frontier)
+        yield from _frontier(result)
         yield from _corrections([result.interaction])
         return
     rows = []
     for plan in result.plans:
-        cost = planning.cost_of(result.table.components, plan.assignment)
+        cost = result.cost(plan)
         measured = plan.measured
         rows.append(
             {
@@ -358,20 +355,18 @@ def show_plan(result: PlanResult) -> Shown:
     yield f"{count} plan{'s' if count != 1 else ''}, written to {result.written_to}."
 
 
-def _frontier(model: str, frontier: Sequence[planning.FrontierPoint]) -> Shown:
+def _frontier(result: PlanResult) -> Shown:
+    frontier = result.frontier or ()
     last = len(frontier) - 1
-    indices = sorted(
-        {round(i * last / (_SHOWN_POINTS - 1)) for i in range(_SHOWN_POINTS)}
-    )
-    points = [frontier[index] for index in indices]
+    indices = {round(i * last / (_SHOWN_POINTS - 1)) for i in range(_SHOWN_POINTS)}
     rows = [
         {
-            "size": human_bytes(point.file_bytes),
-            "predicted KL": human_kl(point.predicted_kl),
+            "size": human_bytes(frontier[index].file_bytes),
+            "predicted KL": human_kl(frontier[index].predicted_kl),
         }
-        for point in points
+        for index in sorted(indices)
     ]
-    yield table(f"Pareto frontier of {model}: {len(frontier):,} plans", rows)
+    yield table(f"Pareto frontier of {result.table.model}: {len(frontier):,} plans", rows)
     yield f"{len(rows)} of them shown; --json gives all. For any size between: --max-bytes SIZE."
 
 
@@ -383,14 +378,11 @@ def _corrections(factors: Iterable[float]) -> Shown:
 def json_plan(result: PlanResult) -> Any:
     if result.frontier is not None:
         return [asdict(point) for point in result.frontier]
-    components = result.table.components
     return [
         plan.to_json()
         | {
             "file_bytes": plan.file_bytes,
-            "bits_per_weight": planning.cost_of(
-                components, plan.assignment
-            ).bits_per_weight,
+            "bits_per_weight": result.cost(plan).bits_per_weight,
         }
         for plan in result.plans
     ]
@@ -400,90 +392,55 @@ def json_plan(result: PlanResult) -> Any:
 
 
 def show_export(result: ExportResult) -> Shown:
-    rows = [
-        {
-            "plan": artifact.plan,
-            "for": runtime_title(artifact.target),
-            "planned": human_bytes(artifact.planned_bytes),
-            "on disk": human_bytes(artifact.realised_bytes),
-            "differs from the plan": _lowered(artifact),
-            "folder": str(folder),
-        }
-        for folder, artifact in result.artifacts
-    ]
+    rows = []
+    for file in result.files:
+        artifact = file.artifact
+        lowered = file.lowered
+        rows.append(
+            {
+                "plan": artifact.plan,
+                "for": runtime_title(artifact.target),
+                "planned": human_bytes(artifact.planned_bytes),
+                "on disk": human_bytes(artifact.realised_bytes),
+                "differs from the plan": f"{len(lowered)}, e.g. {lowered[0].component}: {lowered[0].reason}"
+                if lowered
+                else "",
+                "folder": str(file.folder),
+            }
+        )
     yield table("Exported", rows)
-    yield from (
-        f"{artifact.plan}: {_bytes_of(artifact)}." for _, artifact in result.artifacts
-    )
+    for file in result.files:
+        artifact = file.artifact
+        changes = [
+            f" {'+' if size > 0 else '−'} {human_bytes(abs(size))} for {cause}"
+            for cause, size in file.besides_plan.items()
+            if size
+        ]
+        yield (
+            f"{artifact.plan}: {human_bytes(artifact.realised_bytes)} on disk = "
+            f"{human_bytes(artifact.planned_bytes)} of weights as planned{''.join(changes)}."
+        )
     notes = [
-        note
-        for _, artifact in result.artifacts
-        for note in artifact.settings.get("notes", ())
+        note for file in result.files for note in file.artifact.settings.get("notes", ())
     ]
-    command, why = _next(*result.artifacts[0])
+    command, why = _next(result.files[0])
     yield from (f"Note: {note}." for note in dict.fromkeys([*notes, *why]))
     yield f"Next: kl-lens {command}"
 
 
 def json_export(result: ExportResult) -> list[dict[str, Any]]:
-    return [
-        artifact.to_json() | {"folder": folder} for folder, artifact in result.artifacts
-    ]
+    return [file.artifact.to_json() | {"folder": file.folder} for file in result.files]
 
 
-def _lowered(artifact: Artifact) -> str:
-    lowered = [
-        t for t in artifact.tensors if t.reason and t.planned not in (FP16, t.realised)
-    ]
-    return (
-        f"{len(lowered)}, e.g. {lowered[0].component}: {lowered[0].reason}"
-        if lowered
-        else ""
-    )
-
-
-def _bytes_of(artifact: Artifact) -> str:
-    """Where the bytes on disk come from."""
-    stored = sum(
-        {tensor.runtime_name: tensor.bytes for tensor in artifact.tensors}.values()
-    )
-    formats = sorted(
-        {
-            tensor.realised
-            for tensor in artifact.tensors
-            if tensor.realised != tensor.planned
-        }
-    )
-    differing = (
-        f"stored as {' or '.join(formats)} instead" if formats else "that it does without"
-    )
-    parts = {
-        f"tensors {differing}": stored - artifact.planned_bytes,
-        describe_target(artifact.target).besides: artifact.realised_bytes - stored,
-    }
-    changes = [
-        f"{'+' if n > 0 else '−'} {human_bytes(abs(n))} for {cause}"
-        for cause, n in parts.items()
-        if n
-    ]
-    planned = f"{human_bytes(artifact.planned_bytes)} of weights as planned"
-    return " ".join(
-        [f"{human_bytes(artifact.realised_bytes)} on disk =", planned, *changes]
-    )
-
-
-def _next(folder: Path, artifact: Artifact) -> tuple[str, list[str]]:
+def _next(file: ExportedFile) -> tuple[str, list[str]]:
     """A command that works with these files, and why it is not the usual one."""
-    path = shlex.quote(str(folder))
-    settings = artifact.settings
+    path = shlex.quote(str(file.folder))
+    settings = file.artifact.settings
     if "task" in settings:
         return f"evaluate {path} --images FOLDER", []
     if settings.get("static_tokens"):
         return f"benchmark {path} --protocol benchmark_app", []
-    if (
-        settings.get("tokenizer", "none") == "none"
-        and TOKENIZER_FILE not in artifact.files
-    ):
+    if not file.has_tokenizer:
         return f"benchmark {path}", [
             "it holds no tokenizer; generate takes one with --tokenizer"
         ]

@@ -107,6 +107,12 @@ AGREES = "agrees"
 AS_DEPLOYED = "agrees as deployed"
 DISAGREES = "DISAGREES"
 IN_FLOAT32 = "agrees in float32"
+_REMARKS = {
+    AS_DEPLOYED: "As deployed: the file has the weights that were measured. The runtime also rounds activations; "
+    "PyTorch agrees when it rounds them too.",
+    IN_FLOAT32: "In float32: the file has the weights that were measured. The runtime's default arithmetic is coarser; "
+    "in float32 it agrees with PyTorch.",
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,22 @@ class Agreement(Record):
     what: str  # the text
     verdict: str
     differences: dict[str, Estimate]  # artifact minus counterpart: cross_entropy, kl_mean
+
+    @property
+    def holds(self) -> bool:
+        return self.verdict != DISAGREES
+
+    @property
+    def answer(self) -> str:
+        """`yes, as deployed`: to the question whether the file agrees with PyTorch."""
+        if self.verdict == AGREES:
+            return "yes"
+        return self.verdict.replace("agrees", "yes,") if self.holds else "NO"
+
+    @property
+    def remark(self) -> str:
+        """What a verdict with a condition means; else empty."""
+        return _REMARKS.get(self.verdict, "")
 
 
 def differences(

@@ -1,4 +1,4 @@
-"""The limit of the machine, what else kept it busy, and whether a ratio of timings may be shown.
+"""The limit of the machine, what else kept it busy, and how many times as fast one file is as another.
 
 Generating one token reads every weight of the model once (of an untied embedding only one row, of a mixture of experts
 only the chosen experts), the states, and the keys and values of all earlier tokens. No runtime can be faster than
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ import psutil
 
 from kl_lens.base.compiling import get_num_threads, njit, prange
 from kl_lens.base.system import processors
-from kl_lens.run.records import Profile, Quartiles
+from kl_lens.run.records import Quartiles
 from kl_lens.targets.abilities import Contents
 
 BUFFER_BYTES = 1 << 30
@@ -36,12 +35,6 @@ LOW = 0.1  # quantile of turns that represents a file
 CONFIDENCE = 0.95
 DRAWS = 1000
 FEWEST_TURNS = 5
-WIDEST = 1.5  # a ratio of the ends above this says nothing
-NOTICED = 0.05  # share of processor time worth reporting
-# Requested processors over existing ones. Above this, threads that wait for each other are descheduled in every token,
-# and no statistic helps: llama.cpp with two threads next to two busy processes took 76 ms per token in every format;
-# with one thread it took 3.9 ms, and was 1.4 times as fast in 4 or 8 bits.
-CROWDED = 1.3
 
 
 def bound_of(
@@ -161,52 +154,3 @@ def compared(seconds: Sequence[float], base: Sequence[float]) -> Quartiles | Non
     ends = *np.quantile(above / below, (tail, 1 - tail)), quickest
     above, below = np.quantile(times, LOW, axis=-1)
     return Quartiles(float(above / below), float(min(ends)), float(max(ends)), turns)
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Speed relative to the FP16 file, or why it cannot be measured."""
-
-    spread: Quartiles | None  # None: too few turns
-    obstacle: str | None = None  # why it may not be shown
-
-    @property
-    def brief(self) -> str:
-        if self.obstacle or self.spread is None:
-            return "not measurable"
-        low, median, high = (
-            f"{v:.2f}" for v in (self.spread.low, self.spread.median, self.spread.high)
-        )
-        return median if low == high else f"{median} ({low}–{high})"
-
-    @property
-    def words(self) -> str:
-        return f"not measurable here: {self.obstacle}" if self.obstacle else self.brief
-
-    def to_json(self) -> dict[str, object]:
-        """As shown: without a median if the interval says nothing."""
-        values: dict[str, object] = {} if self.spread is None else self.spread.to_json()
-        if self.obstacle:
-            values.pop("median", None)
-            values["not_measurable"] = self.obstacle
-        return values
-
-
-def ratio_of(profile: Profile, timing: str) -> Ratio:
-    """Decides whether a ratio is shown; used by screen, tables, report and JSON."""
-    spread = profile.ratios.get(timing)
-    if spread is None:
-        return Ratio(None, "too few turns; raise --repeats or --new-tokens")
-    stolen = profile.load.get("stolen", 0.0)
-    used = profile.load.get("others", 0.0)
-    crowd = profile.load.get("asked", 0.0) + stolen + used
-    is_exact = spread.low == spread.high  # the base itself, or a tool without intervals
-    is_clear = spread.high <= WIDEST * spread.low and crowd <= CROWDED
-    if is_exact or is_clear:
-        return Ratio(spread)
-    share = ""
-    if stolen >= NOTICED:
-        share = f" ({100 * stolen:.0f} % stolen)"
-    elif used >= NOTICED:
-        share = f" ({100 * used:.0f} % used by others)"
-    return Ratio(spread, f"the machine was busy{share}")

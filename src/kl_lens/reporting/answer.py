@@ -12,7 +12,6 @@ from kl_lens.judging.choosing import (
     nearest,
     smallest_that_keeps,
 )
-from kl_lens.profiling.machine import Ratio, ratio_of
 from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.markup import Html, Section, details, join, note, tag
 from kl_lens.reporting.names import (
@@ -27,6 +26,7 @@ from kl_lens.reporting.names import (
     with_error,
 )
 from kl_lens.run.folder import RECOMMENDED
+from kl_lens.run.ratios import Ratio, ratio_of
 from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Plan, Profile, Subject
 
 _RULE = (

@@ -438,7 +438,7 @@ class Profile(Record):
     # benchmark_app: latency_ms, throughput_fps.
     timings: dict[str, Quartiles]
     # Relative to the FP16 subject of the same session, same names; larger is better. Low and high are a 95 %
-    # interval. `profiling.ratio_of` decides whether one may be shown.
+    # interval. `ratio_of` decides whether one may be shown.
     ratios: dict[str, Quartiles]
     peak_memory_bytes: int | None
     file_bytes: int

@@ -61,7 +61,16 @@ class BenchmarkSettings(Settings):
         of.chosen_targets(self.targets)
 
 
-def benchmark(settings: BenchmarkSettings, session: Session) -> Report:
+@dataclass(frozen=True)
+class BenchmarkResult:
+    report: Report
+
+    @property
+    def failures(self) -> dict[str, str]:
+        return self.report.failures
+
+
+def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
     with ExitStack() as stack:
         run = None
         if settings.run or not settings.artifacts:
@@ -88,7 +97,7 @@ def time_files(
     session: Session,
     use: UseSettings,
     protocol: str = USE,
-) -> Report:
+) -> BenchmarkResult:
     published = PublishedTiming(
         tag_of(run.identity.get("model", "model") if run else "model")
     )
@@ -101,4 +110,4 @@ def time_files(
             started=lambda total: progress.started(total, 0),
             advanced=lambda what: progress.advanced(1, what),
         )
-        return measuring.measure(places)
+        return BenchmarkResult(measuring.measure(places))

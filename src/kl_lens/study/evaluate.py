@@ -15,15 +15,15 @@ import torch
 from kl_lens import judging
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.files import write_text
+from kl_lens.judging.choosing import verdicts
 from kl_lens.judging.duel import Entrant, entrants
 from kl_lens.judging.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
-from kl_lens.judging.scoring import DISAGREES
-from kl_lens.judging.tasks import FAIL, chosen_tasks, judge
+from kl_lens.judging.tasks import FAIL, chosen_tasks, judge, near_chance
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.reporting.charts import sized_chart
 from kl_lens.run.folder import Run
 from kl_lens.run.positions import LONGEST, longest_window
-from kl_lens.run.records import ORIGINAL
+from kl_lens.run.records import ORIGINAL, Score
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session
@@ -128,25 +128,39 @@ class EvaluateResult(judging.Outcome):
     max_drop: float | None = None
 
     @property
+    def comparisons(self) -> list[str]:
+        """A sentence for each file that another one beats."""
+        return [*verdicts(self.duel)]
+
+    def verdict_of(self, score: Score) -> str:
+        """Whether a task's loss of accuracy is within the limit; empty without one."""
+        if self.max_drop is None or "acc_drop" not in score.values:
+            return ""
+        return judge(score.values["acc_drop"], self.max_drop)
+
+    def near_chance(self, score: Score, accuracies: Sequence[str]) -> list[str]:
+        """Which accuracies of a task are hardly better than guessing."""
+        chance = score.protocol.get("chance")
+        values = score.values
+        return [n for n in accuracies if n in values and near_chance(values[n], chance)]
+
+    @property
     def verdicts(self) -> list[dict[str, Any]]:
         """Whether each task's loss of accuracy is within the limit."""
-        if self.max_drop is None:
-            return []
-        most = self.max_drop
-        tasks = [s for s in self.scores if s.kind == "task" and "acc_drop" in s.values]
         return [
             {
-                "subject": s.subject.label,
-                "task": s.what,
-                "max_drop": most,
-                "verdict": judge(s.values["acc_drop"], most),
+                "subject": score.subject.label,
+                "task": score.what,
+                "max_drop": self.max_drop,
+                "verdict": verdict,
             }
-            for s in tasks
+            for score in self.scores
+            if score.kind == "task" and (verdict := self.verdict_of(score))
         ]
 
     @property
     def exit_code(self) -> int:
-        if self.failures or any(a.verdict == DISAGREES for a in self.agreements):
+        if self.failures or not all(a.holds for a in self.agreements):
             return 1
         return 2 if any(verdict["verdict"] == FAIL for verdict in self.verdicts) else 0
 

@@ -13,7 +13,7 @@ from kl_lens.base.units import human_bytes
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run, named_plans
-from kl_lens.run.records import Artifact, Plan
+from kl_lens.run.records import Artifact, ExportedTensor, Plan
 from kl_lens.run.subjects import artifact_digest, plan_digest
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
@@ -26,6 +26,7 @@ from kl_lens.targets import (
     export as write_files,
     get_target,
 )
+from kl_lens.targets.tokenizer import TOKENIZER_FILE
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 _KINDS = {
@@ -107,8 +108,45 @@ class ExportSettings(Settings):
 
 
 @dataclass(frozen=True)
+class ExportedFile:
+    folder: Path
+    artifact: Artifact
+
+    @property
+    def lowered(self) -> list[ExportedTensor]:
+        """Those that could not have the format of the plan."""
+        return [
+            tensor
+            for tensor in self.artifact.tensors
+            if tensor.reason and tensor.planned not in (FP16, tensor.realised)
+        ]
+
+    @property
+    def besides_plan(self) -> dict[str, int]:
+        """What the bytes are for that the file has more (or less) than the plan's weights."""
+        artifact = self.artifact
+        tensors = artifact.tensors
+        stored = sum({tensor.runtime_name: tensor.bytes for tensor in tensors}.values())
+        formats = sorted({t.realised for t in tensors if t.realised != t.planned})
+        changed = (
+            f"stored as {' or '.join(formats)} instead"
+            if formats
+            else "that it does without"
+        )
+        return {
+            f"tensors {changed}": stored - artifact.planned_bytes,
+            describe_target(artifact.target).besides: artifact.realised_bytes - stored,
+        }
+
+    @property
+    def has_tokenizer(self) -> bool:
+        own = self.artifact.settings.get("tokenizer", "none") != "none"
+        return own or TOKENIZER_FILE in self.artifact.files
+
+
+@dataclass(frozen=True)
 class ExportResult:
-    artifacts: list[tuple[Path, Artifact]]
+    files: list[ExportedFile]
 
 
 def export(settings: ExportSettings, session: Session) -> ExportResult:
@@ -143,13 +181,15 @@ def export(settings: ExportSettings, session: Session) -> ExportResult:
     folder = of.new_run_folder(settings.run, model.name)
     destination = settings.out or folder / "artifacts" / settings.target / plan.name
     if not _learns(recipe):
-        return ExportResult([(destination, files.written(model, plan, destination))])
+        artifact = files.written(model, plan, destination)
+        return ExportResult([ExportedFile(destination, artifact)])
     model = session.in_run(model, folder)  # with the statistics of the run
     plan = replace(plan, statistics=model.weights.learnt_by([Recipe.parse(recipe)]))
     with Run.create(folder) as run:
         run.identify(model_identity(model))
         run.note_command(["kl-lens", *of.command_of(settings)])
-        return ExportResult([(destination, files.in_run(run, model, plan, destination))])
+        artifact = files.in_run(run, model, plan, destination)
+    return ExportResult([ExportedFile(destination, artifact)])
 
 
 def _learns(recipe: str) -> bool:
@@ -173,12 +213,13 @@ class Files:
         """The files of a run's plans."""
         components = run.components
         paths = [planning.plan_path(run.folder / "plans", name) for name in names]
-        artifacts = []
+        exported = []
         for plan in [planning.read_plan(path, components) for path in paths]:
             self.events.note(f"exporting {plan.name} to {self.target}")
             destination = (out or run.folder / "artifacts" / self.target) / plan.name
-            artifacts.append((destination, self.in_run(run, model, plan, destination)))
-        return ExportResult(artifacts)
+            artifact = self.in_run(run, model, plan, destination)
+            exported.append(ExportedFile(destination, artifact))
+        return ExportResult(exported)
 
     def in_run(self, run: Run, model: LoadedModel, plan: Plan, folder: Path) -> Artifact:
         """A file that the run records."""

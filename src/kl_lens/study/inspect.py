@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kl_lens.base.errors import KLLensError
@@ -149,18 +149,26 @@ def reaches(settings: InspectSettings, max_bytes: int) -> ReachResult:
     return ReachResult(settings.model, max_bytes, rows)
 
 
+@dataclass(frozen=True)
+class InspectResult:
+    model: LoadedModel
+
+    def bytes_at(self, precision: str, components: Iterable[Component]) -> int:
+        """Counts weights that are not quantized as FP16; a target may keep them in FP32."""
+        grid = get_format(precision)
+        return sum(
+            grid.bytes(c.shape)
+            if c.quantizable and precision != FP16
+            else 2 * c.parameters
+            for c in components
+        )
+
+
 def inspect(
     settings: InspectSettings, session: Session
-) -> LoadedModel | FitResult | ReachResult:
+) -> InspectResult | FitResult | ReachResult:
     if settings.max_bytes is not None:
         return reaches(settings, settings.max_bytes)
     if (use := settings.limits.use) is not None:
         return fits(settings, use)
-    return session.model(settings.model, settings.opening)
-
-
-def stored_bytes(component: Component, precision: str) -> int:
-    """Counts weights that are not quantized as FP16; a target may keep them in FP32."""
-    if not component.quantizable or precision == FP16:
-        return 2 * component.parameters
-    return get_format(precision).bytes(component.shape)
+    return InspectResult(session.model(settings.model, settings.opening))

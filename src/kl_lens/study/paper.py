@@ -37,7 +37,12 @@ class PaperSettings(Settings):
     )
 
 
-def paper(settings: PaperSettings, session: Session) -> Ranking:
+@dataclass(frozen=True)
+class PaperResult:
+    ranking: Ranking
+
+
+def paper(settings: PaperSettings, session: Session) -> PaperResult:
     with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
         run.note_command(["kl-lens", *of.command_of(settings)])
         # With Ray, this process computes nothing.
@@ -71,7 +76,7 @@ def rank_metrics(
     *,
     other_texts: Sequence[str] = (),
     formats: Sequence[str] = (),
-) -> Ranking:
+) -> PaperResult:
     """Measures the candidates of a run, all or those in `formats`, on held-out text and stores the ranking."""
     events = session.events
     calibration = session.calibration(run, model.task)
@@ -109,7 +114,7 @@ def rank_metrics(
             )
     ranking = rank(run)
     run.store("ranking", "latest", ranking.to_json())
-    return ranking
+    return PaperResult(ranking)
 
 
 def _measured(run: Run) -> list[Candidate]:

@@ -208,6 +208,9 @@ class PlanResult:
     frontier: tuple[planning.FrontierPoint, ...] | None = None
     interaction: float = 1.0  # of the frontier
 
+    def cost(self, plan: Plan) -> planning.Cost:
+        return planning.cost_of(self.table.components, plan.assignment)
+
 
 def plan(settings: PlanSettings, session: Session) -> PlanResult:
     with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:

@@ -45,6 +45,13 @@ def settings_of(verb: str) -> type[Settings]:
     )
 
 
+def use_llama_cpp(path: Path) -> None:
+    """The llama.cpp of all that follows: a libllama file, or a folder with one."""
+    from kl_lens.targets.gguf.library import use_library
+
+    use_library(path)
+
+
 class Study:
     """One model, one run folder, one target.
 
@@ -151,7 +158,7 @@ class Study:
 
     def inspect(self, **flags: Any) -> LoadedModel:
         """The model, with its blocks and components (`anatomy`)."""
-        return self._done("inspect", **flags)
+        return self._done("inspect", **flags).model
 
     def calibrate(self, **flags: Any) -> StoredStatistics:
         """Gathers statistics of every component's inputs on a text. Recipes such as `q4_k+gptq` need them."""
@@ -164,7 +171,7 @@ class Study:
 
     def rank(self, **flags: Any) -> Ranking:
         """Which metric predicts the damage on held-out text."""
-        return self._done("paper", **flags)
+        return self._done("paper", **flags).ranking
 
     def plan(self, **flags: Any) -> Plan:
         """The best plan within `max_bytes="4.5MB"`, `max_loss=0.01`, `max_drop="3%"`, …; the last of several."""
@@ -185,7 +192,7 @@ class Study:
         """
         if plan is not None:
             flags["plan"] = plan if isinstance(plan, str) else self._kept(plan)
-        return self._done("export", **flags).artifacts[-1][0]
+        return self._done("export", **flags).files[-1].folder
 
     def evaluate(self, *files: Path | str, **flags: Any) -> list[Score]:
         """Perplexity and KL from the original for these files, or for all files of the run; `tasks=` adds tasks."""
@@ -193,7 +200,9 @@ class Study:
 
     def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
         """Speed and memory of these files, or of all files of the run."""
-        return _complete(self._done("benchmark", artifacts=files, **flags)).profiles
+        return _complete(
+            self._done("benchmark", artifacts=files, **flags)
+        ).report.profiles
 
     def autopsy(self, file: Path | str, **flags: Any) -> Autopsy:
         """What is wrong with a file of this model, whoever made it."""
@@ -241,7 +250,7 @@ def evaluate(*files: Path | str, **flags: Any) -> list[Score]:
 
 def benchmark(*files: Path | str, **flags: Any) -> list[Profile]:
     """Speed and memory of exported folders or `.gguf` files."""
-    return _alone("benchmark", artifacts=files, **flags).profiles
+    return _alone("benchmark", artifacts=files, **flags).report.profiles
 
 
 def generate(file: Path | str, prompt: str, **flags: Any) -> GenerateResult:

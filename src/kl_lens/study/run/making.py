@@ -13,6 +13,7 @@ from kl_lens.model.states import CACHES
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, recommended_name
 from kl_lens.run.records import Plan as StoredPlan
 from kl_lens.study import calibrate, measure, plan
+from kl_lens.study.inspect import InspectResult
 from kl_lens.study.run.costs import Cost, Costs
 from kl_lens.study.run.job import PAPER_FORMATS, UNIFORM_FP16, Job
 from kl_lens.study.run.settings import NONE
@@ -26,7 +27,7 @@ class Inspect(Stage):
     verb = "inspect"
 
     def work(self, job: Job) -> object:
-        return job.model
+        return InspectResult(job.model)
 
     def cost(self, costs: Costs) -> Cost:
         return Cost(costs.opened)
