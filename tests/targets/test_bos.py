@@ -49,11 +49,11 @@ def test_the_file_says_what_was_measured(target: str, bos: str, tmp_path: Path) 
         tokenizer = find_tokenizer(session, folder)
         begun = tokenizer.begin("The city")
         if target == "gguf":
-            said = session.file.metadata["tokenizer.ggml.add_bos_token"]
+            adds_bos = session.file.metadata["tokenizer.ggml.add_bos_token"]
         else:
             config = (folder / "tokenizer_config.json").read_text(encoding="utf-8")
-            said = json.loads(config)["add_bos_token"]
-        assert said == (bos == "yes")
+            adds_bos = json.loads(config)["add_bos_token"]
+        assert adds_bos == (bos == "yes")
         words = tokenizer.encode("The city")
         assert begun == ([] if first is None else [first]) + words
         opened = artifact_tokenizer(folder, lambda: session)
@@ -67,8 +67,8 @@ def test_the_file_says_what_was_measured(target: str, bos: str, tmp_path: Path) 
     at = 1 if first is not None else 0
     answers = text.windows.ids[:, at + 1 :].flatten()
     expected = torch.nn.functional.cross_entropy(logits[:, at:-1].flatten(0, 1), answers)
-    found = likelihood_values(scores)["cross_entropy"].value
-    assert found == pytest.approx(expected.item(), rel=1e-3)
+    measured = likelihood_values(scores)["cross_entropy"].value
+    assert measured == pytest.approx(expected.item(), rel=1e-3)
     assert divergence_values(scores)["kl_mean"].value < 1e-4
     if target == "openvino":
         assert _converted(folder, "The city") == begun

@@ -22,41 +22,41 @@ X86 = pytest.mark.skipif(not ON_X86, reason="its caches are rounded on x86 only"
 
 
 @pytest.mark.parametrize(
-    ("name", "kept", "within"),
+    ("name", "caches", "within"),
     [("gguf", GGUF, 0.25), pytest.param("openvino", OPENVINO, 0.1, marks=X86)],
 )
 def test_a_file_runs_with_the_caches_of_its_plan_and_loses_what_was_predicted(
-    tmp_path: Path, name: str, kept: dict[str, str], within: float
+    tmp_path: Path, name: str, caches: dict[str, str], within: float
 ) -> None:
     model = load("reference:hybrid")
     target = get_target(name)
     ids = token_ids(1, 160)[0].tolist()
-    place = tmp_path / "small"
-    artifact = target.export(model, Plan("small", {}, "hand", caches=kept), place)
-    assert read_artifact(place).settings[CACHES] == artifact.settings[CACHES] == kept
-    rounded = target.open(place, SessionSettings(threads=1))
-    assert rounded.description[CACHES] == kept
+    folder = tmp_path / "small"
+    artifact = target.export(model, Plan("small", {}, "hand", caches=caches), folder)
+    assert read_artifact(folder).settings[CACHES] == artifact.settings[CACHES] == caches
+    rounded = target.open(folder, SessionSettings(threads=1))
+    assert rounded.description[CACHES] == caches
     if name == "gguf":
         assert "--cache-type-k q8_0 --cache-type-v q4_0" in target.how_to_run(
             "me/small", artifact
         )
-        plain = target.open(target.loaded_files(place)[0], SessionSettings(threads=1))
+        plain = target.open(target.loaded_files(folder)[0], SessionSettings(threads=1))
     else:
-        _other_programs_see_them(place)
-        plain = target.open(place, SessionSettings(threads=1, exact=True))
+        _other_programs_see_them(folder)
+        plain = target.open(folder, SessionSettings(threads=1, exact=True))
     assert CACHES not in plain.description
-    found, _ = kl(plain.logits(ids), rounded.logits(ids))
+    divergence, _ = kl(plain.logits(ids), rounded.logits(ids))
     expected, _ = kl(
-        TorchSession(model).logits(ids), TorchSession(model, caches=kept).logits(ids)
+        TorchSession(model).logits(ids), TorchSession(model, caches=caches).logits(ids)
     )
-    assert found == pytest.approx(expected, rel=within)
+    assert divergence == pytest.approx(expected, rel=within)
     assert expected > 1e-4
 
 
-def _other_programs_see_them(place: Path) -> None:
+def _other_programs_see_them(folder: Path) -> None:
     import openvino as ov
 
-    bare = ov.Core().compile_model(place / "openvino_model.xml", "CPU")
+    bare = ov.Core().compile_model(folder / "openvino_model.xml", "CPU")
     assert [
         bare.get_property(f"{kind}_CACHE_GROUP_SIZE") for kind in ("KEY", "VALUE")
     ] == [32, 0]

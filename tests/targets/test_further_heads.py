@@ -90,8 +90,8 @@ def test_transformers_and_vllm_get_them_in_8_bits_where_a_kernel_has_them(
 
     target = get_target(name)
     eight = get_format("int8")
-    for made, source in zip(("plain", "headed"), folders, strict=True):
-        artifact = target.export(model := load(source), PLAN, tmp_path / made)
+    for name_of_folder, source in zip(("plain", "headed"), folders, strict=True):
+        artifact = target.export(model := load(source), PLAN, tmp_path / name_of_folder)
         with monkeypatch.context() as unread:
             unread.setattr(
                 "kl_lens.targets.compressed_tensors.export.read_stored",
@@ -101,20 +101,20 @@ def test_transformers_and_vllm_get_them_in_8_bits_where_a_kernel_has_them(
                 target.file_bytes(model, PLAN) == artifact.realised_bytes
             )  # from shapes alone
     assert not any("left out" in note for note in artifact.settings["notes"])
-    own = {
+    heads = {
         n: t
         for n, t in load_file(folders[1] / "model.safetensors").items()
         if n.startswith("mtp.")
     }
     matrices = {
-        n.removesuffix(".weight") for n, tensor in own.items() if tensor.dim() > 1
+        n.removesuffix(".weight") for n, tensor in heads.items() if tensor.dim() > 1
     }
-    assert (len(own), len(matrices)) == (15, 8)
+    assert (len(heads), len(matrices)) == (15, 8)
     stored = {
         tensor.name: tensor for tensor in target.dissect(tmp_path / "headed").tensors
     }
     packs = name != "vllm-cpu"
-    for head, tensor in own.items():
+    for head, tensor in heads.items():
         if tensor.dim() > 1:
             tensor = eight.roundtrip(tensor) if packs else tensor.half().float()
         assert torch.equal(stored[head].read(), tensor), head

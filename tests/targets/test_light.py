@@ -58,9 +58,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[s
 def _run(program: str, *arguments: str) -> tuple[dict[str, Any], list[str]]:
     """The JSON that a fresh process prints, and the heavy libraries that it has loaded."""
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    printed, _, loaded = done.stdout.rpartition("loaded")
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    printed, _, loaded = process.stdout.rpartition("loaded")
     return json.loads(printed), loaded.split()
 
 
@@ -94,7 +94,7 @@ def test_generating_and_weighing_load_nothing_heavy(
 def test_the_tokenizer_beside_a_model_is_what_transformers_reads(
     exported: dict[str, Path], tokenizer: Any, tmp_path: Path
 ) -> None:
-    found = find_tokenizer(None, exported["openvino"])
+    tokenized = find_tokenizer(None, exported["openvino"])
     awkward = (
         "  two  spaces\n\nand lines\t",
         "naïve café 北京 🙂",
@@ -103,13 +103,13 @@ def test_the_tokenizer_beside_a_model_is_what_transformers_reads(
     )
     for text in ("", *awkward):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert found.encode(text) == ids
-        assert found.decode(ids) == tokenizer.decode(ids)
-    assert found.ends == {tokenizer.eos_token_id}
+        assert tokenized.encode(text) == ids
+        assert tokenized.decode(ids) == tokenizer.decode(ids)
+    assert tokenized.ends == {tokenizer.eos_token_id}
     limited = Tokenizer.from_file(str(exported["openvino"] / "tokenizer.json"))
     limited.enable_truncation(2)  # a limit from training does not cut a prompt
     limited.save(str(tmp_path / "tokenizer.json"))
-    assert find_tokenizer(None, tmp_path).encode(PROMPT) == found.encode(PROMPT)
+    assert find_tokenizer(None, tmp_path).encode(PROMPT) == tokenized.encode(PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -31,54 +31,54 @@ def jamba() -> LoadedModel:
 
 
 def recipes(target: str, model: LoadedModel) -> dict[str, dict[str, Recipe]]:
-    found = describe_target(target).stock_recipes(model)
-    assert all(stock.origin for stock in found)
-    return {stock.name: dict(stock.assignment) for stock in found}
+    stocked = describe_target(target).stock_recipes(model)
+    assert all(recipe.origin for recipe in stocked)
+    return {recipe.name: dict(recipe.assignment) for recipe in stocked}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_recipe_is_one_that_the_target_holds(
     target: str, mamba: LoadedModel, jamba: LoadedModel
 ) -> None:
-    found = describe_target(target)
+    described = describe_target(target)
     for model in (mamba, jamba):
         shapes = {c.name: c.shape for c in model.anatomy.candidates}
         for assignment in recipes(target, model).values():
             assert set(assignment) == set(shapes)
             for name, recipe in assignment.items():
-                assert found.holds(recipe.grid, shapes[name]) is None
-    assert {recipe.grid.name for recipe in found.short_menu} < set(found.formats)
-    for recipe in found.recipes((*found.formats, *found.small_formats)):
-        assert found.holds(recipe.grid, (256, 256)) is None
-    assert found.unsupported("mamba2") is None
+                assert described.holds(recipe.grid, shapes[name]) is None
+    assert {recipe.grid.name for recipe in described.short_menu} < set(described.formats)
+    for recipe in described.recipes((*described.formats, *described.small_formats)):
+        assert described.holds(recipe.grid, (256, 256)) is None
+    assert described.unsupported("mamba2") is None
     if target == "gguf":  # OpenVINO's graphs are proven, or refused, on the model itself
-        assert "bert" in (found.unsupported("bert") or "")
+        assert "bert" in (described.unsupported("bert") or "")
 
 
 def test_llama_cpp_treats_state_space_matrices_alike(mamba: LoadedModel) -> None:
-    found = recipes("gguf", mamba)
-    plain = [name for name in found if not name.endswith(".imatrix")]
+    by_name = recipes("gguf", mamba)
+    plain = [name for name in by_name if not name.endswith(".imatrix")]
     # the others need an importance matrix
     below = ["Q2_K", "IQ3_XS", "IQ3_S", "IQ3_M", "Q3_K_S", "Q3_K_M", "Q3_K_L"]
     assert plain == [*below, "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
     # 64 and 128 columns hold no K-quant: what llama.cpp puts there instead. 5 columns of dt_proj hold no block.
-    assert Counter(found["Q4_K_M"].values()) == {"q5_0": 12, "q8_0": 1, "fp16": 4}
-    assert Counter(found["Q4_0"].values()) == {"q4_0": 12, "q8_0": 1, "fp16": 4}
-    assert Counter(found["IQ4_XS"].values()) == {"iq4_nl": 12, "q8_0": 1, "fp16": 4}
-    assert Counter(found["Q3_K_M"].values()) == {"q4_0": 12, "q8_0": 1, "fp16": 4}
-    assert found["Q4_K_M"][mamba.anatomy.head] == "q8_0"  # in place of q6_k
+    assert Counter(by_name["Q4_K_M"].values()) == {"q5_0": 12, "q8_0": 1, "fp16": 4}
+    assert Counter(by_name["Q4_0"].values()) == {"q4_0": 12, "q8_0": 1, "fp16": 4}
+    assert Counter(by_name["IQ4_XS"].values()) == {"iq4_nl": 12, "q8_0": 1, "fp16": 4}
+    assert Counter(by_name["Q3_K_M"].values()) == {"q4_0": 12, "q8_0": 1, "fp16": 4}
+    assert by_name["Q4_K_M"][mamba.anatomy.head] == "q8_0"  # in place of q6_k
 
 
 def test_an_importance_matrix_is_for_all_but_the_head(mamba: LoadedModel) -> None:
-    found = recipes("gguf", mamba)
-    plain = {name for name in found if not name.endswith(".imatrix")} - {"Q8_0"}
+    by_name = recipes("gguf", mamba)
+    plain = {name for name in by_name if not name.endswith(".imatrix")} - {"Q8_0"}
     only = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K_S", "IQ3_XXS"}
     weighed = {f"{name}.imatrix" for name in plain | only}
-    assert weighed == set(found) - plain - {"Q8_0"}
+    assert weighed == set(by_name) - plain - {"Q8_0"}
     for name in weighed:
-        same = found.get(name.removesuffix(".imatrix"), found[name])
-        for component, recipe in found[name].items():
-            assert recipe.grid.name == same[component].grid.name
+        unweighed = by_name.get(name.removesuffix(".imatrix"), by_name[name])
+        for component, recipe in by_name[name].items():
+            assert recipe.grid.name == unweighed[component].grid.name
             weighs = component != mamba.anatomy.head and recipe.grid.name not in (
                 "fp16",
                 "q8_0",
@@ -95,7 +95,7 @@ def test_types_are_those_of_llama_quantize(model: str, tmp_path: Path) -> None:
     if shutil.which("llama-quantize") is None:
         pytest.skip("needs llama.cpp's llama-quantize on PATH")
     gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
-    made = {
+    configs = {
         "jamba": lambda: transformers.JambaConfig(
             **_COMMON | _ATTENTION | WIDE,
             num_hidden_layers=16,
@@ -125,7 +125,7 @@ def test_types_are_those_of_llama_quantize(model: str, tmp_path: Path) -> None:
         ),
         "narrow": lambda: _falcon_h1(tie_word_embeddings=True),
     }
-    opened = tiny(made[model]())
+    opened = tiny(configs[model]())
     artifact = export(opened, Plan("fp16", {}, "test"), "gguf", tmp_path / "file")
     names: dict[str, str] = {}
     for tensor in artifact.tensors:
@@ -149,19 +149,19 @@ def test_types_are_those_of_llama_quantize(model: str, tmp_path: Path) -> None:
         file = str(tmp_path / "file" / artifact.files[0])
         command = ["llama-quantize", *importance, "--dry-run", file, name]
         shown = subprocess.run(command, capture_output=True, text=True, check=True)
-        theirs = dict(
+        quantized = dict(
             re.findall(
                 r"^\[.*?\]\s+(\S+) .*\((\w+)\)$",
                 shown.stdout + shown.stderr,
                 re.MULTILINE,
             )
         )
-        ours = {
+        chosen = {
             names[c]: r.grid.name for c, r in recipe.assignment.items() if r != "fp16"
         }
         assert {
-            name: kind.lower() for name, kind in theirs.items() if name in ours
-        } == ours, recipe.name
+            name: kind.lower() for name, kind in quantized.items() if name in chosen
+        } == chosen, recipe.name
 
 
 def test_a_ratio_leaves_at_8_bits_what_nncf_leaves_there(mamba: LoadedModel) -> None:
@@ -190,16 +190,18 @@ def test_a_ratio_leaves_at_8_bits_what_nncf_leaves_there(mamba: LoadedModel) -> 
         all_layers=True,
         sensitivity_metric=nncf.SensitivityMetric.WEIGHT_QUANTIZATION_ERROR,
     )
-    theirs = set()
+    small = set()
     for parameter, name in zip(graph.get_parameters(), names, strict=True):
-        (product,) = [each.get_node() for each in parameter.output(0).get_target_inputs()]
+        (product,) = [
+            reader.get_node() for reader in parameter.output(0).get_target_inputs()
+        ]
         node = product.input_value(1).get_node()
         while node.get_type_name() != "Constant":
             node = node.input_value(0).get_node()
         if node.get_element_type().get_type_name() in ("i4", "u4"):
-            theirs.add(name)
+            small.add(name)
     order = stock.by_sensitivity(mamba, names)
-    assert set(stock.least_sensitive(mamba, order, 0.8)) == theirs
+    assert set(stock.least_sensitive(mamba, order, 0.8)) == small
 
 
 @pytest.mark.parametrize(

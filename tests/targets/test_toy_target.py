@@ -125,8 +125,8 @@ def test_the_file_holds_what_was_planned(finished: Path) -> None:
     folder = finished / "artifacts" / NAME / "small"
     record = json.loads((folder / "artifact.json").read_text())
     plan = json.loads((finished / "plans/small.json").read_text())["assignment"]
-    held = {t["component"]: t["realised"] for t in record["tensors"]}
-    assert {name: held[name] for name in plan} == plan
+    realised = {t["component"]: t["realised"] for t in record["tensors"]}
+    assert {name: realised[name] for name in plan} == plan
     assert record["target"] == target_of(folder).name == NAME
     with np.load(folder / WEIGHTS) as shipped:
         assert all(

@@ -79,12 +79,13 @@ def test_every_verb_refuses_other_bytes_than_were_exported(
     folder = tmp_path / target
     shutil.copytree(exported / target, folder)
     _damage(folder / WEIGHTS[target])
-    place = folder if named == "folder" else folder / WEIGHTS[target]
-    assert main([verb, str(place), *VERBS[verb].split()]) != 0
+    path = folder if named == "folder" else folder / WEIGHTS[target]
+    assert main([verb, str(path), *VERBS[verb].split()]) != 0
     shown = capsys.readouterr()
-    said = " ".join((shown.out + shown.err).replace("│", " ").split())
+    output = " ".join((shown.out + shown.err).replace("│", " ").split())
     assert (
-        f"{WEIGHTS[target]} was changed after the export; export the model again" in said
+        f"{WEIGHTS[target]} was changed after the export; export the model again"
+        in output
     )
 
 
@@ -98,9 +99,9 @@ def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(
     monkeypatch.setattr(subjects, "LARGE", 1)
     digest = file_digest(file)
     memory = folder / DIGESTS / f"{file.name}.digest"
-    known = json.loads(memory.read_text())
-    assert known["digest"] == digest
-    memory.write_text(json.dumps(known | {"digest": "remembered"}))
+    remembered = json.loads(memory.read_text())
+    assert remembered["digest"] == digest
+    memory.write_text(json.dumps(remembered | {"digest": "remembered"}))
     assert file_digest(file) == "remembered"
     _damage(file)
     assert file_digest(file) not in ("remembered", digest)
@@ -137,6 +138,6 @@ def test_an_export_that_the_runtime_cannot_open_is_not_kept(
 @pytest.mark.parametrize("target", WEIGHTS)
 def test_every_file_of_an_export_has_its_digest(target: str, exported: Path) -> None:
     artifact = read_artifact(exported / target)
-    there = {path.name for path in (exported / target).iterdir()} - {RECORD_FILE}
-    assert set(artifact.digests) == set(artifact.files) == there
+    names = {path.name for path in (exported / target).iterdir()} - {RECORD_FILE}
+    assert set(artifact.digests) == set(artifact.files) == names
     assert get_target(target).name == artifact.target

@@ -132,15 +132,8 @@ def setting(
     name: str, actual: Any, expected: Any, advice: str = "", **more: Any
 ) -> Disagreement:
     """A key with another value; None: it is not there."""
-    actual_text, expected_text = (
-        "missing" if value is None else _shown(value) for value in (actual, expected)
-    )
-    return Disagreement(
-        name,
-        f"{name} is {actual_text} in the file, {expected_text} in the original",
-        advice,
-        **more,
-    )
+    words = f"{name} is {_shown(actual)} in the file, {_shown(expected)} in the original"
+    return Disagreement(name, words, advice, **more)
 
 
 class Dissection(ABC):
@@ -169,11 +162,9 @@ class Dissection(ABC):
     def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
         """What of its tokenizer and chat template is not the original's, without running it."""
         if (self.folder / TOKENIZER_FILE).is_file() and model.tokenizer is not None:
-            actual = Texts.of(self.folder)
-            expected = Texts.of(model.folder)
-            yield from other_texts(
-                actual, expected, lambda *_: "copy the original's tokenizer files"
-            )
+            remedy = "copy the original's tokenizer files"
+            texts = Texts.of(self.folder)
+            yield from other_texts(texts, Texts.of(model.folder), lambda *_: remedy)
 
     def strings(self, tokenizer: Any) -> list[str]:
         """Texts that its tokenizer must turn into the original's ids."""
@@ -225,13 +216,9 @@ class FolderDissection(Dissection):
         """config.json as it should be."""
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
+        advice = "take it from the original's config.json"
         return [
-            setting(
-                f"config.json: {key}",
-                self.config[key],
-                value,
-                "take it from the original's config.json",
-            )
+            setting(f"config.json: {key}", self.config[key], value, advice)
             for key, value in self.configuration(model).items()
             if key in self.config and isinstance(value, int | float | str | list)
             if not self.without_effect.search(key) and not same(self.config[key], value)
@@ -251,12 +238,10 @@ def unpacked(name: str, tensor: torch.Tensor) -> StoredTensor:
 class Texts:
     """What a tokenizer's files say."""
 
-    lists: Mapping[str, Mapping[int, Any]] = field(
-        default_factory=dict
-    )  # token, merge, token type
-    splitting: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # wrong only if text becomes other ids
+    # Of tokens, merges, token types.
+    lists: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    # Wrong only if text becomes other ids.
+    splitting: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)  # special tokens and switches
     template: str | None = None
 
@@ -337,11 +322,9 @@ def _other_template(actual: str | None, expected: str | None) -> str:
         return f"{_CHAT} was {'removed' if original else 'added: the original has none'}"
     pairs = enumerate(zip(text, original, strict=False))
     shorter = min(len(text), len(original))
-    at = next((i for i, (a, b) in pairs if a != b), shorter)
-    return (
-        f"{_CHAT} was changed: it has {text[at : at + 40]!r} where the original's has "
-        f"{original[at : at + 40]!r}"
-    )
+    start = next((i for i, (a, b) in pairs if a != b), shorter)
+    text, original = (words[start : start + 40] for words in (text, original))
+    return f"{_CHAT} was changed: it has {text!r} where the original's has {original!r}"
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -357,18 +340,16 @@ def rounding(fmt: Format | str) -> Values | None:
     if isinstance(fmt, str) and fmt in DTYPES:
         dtype = DTYPES[fmt]
         return lambda value: value.to(dtype).float()
-    if not fmt:
-        return None
-    grid = get_format(fmt) if isinstance(fmt, str) else fmt
-    if grid.needs_importance:
+    grid = get_format(fmt) if fmt and isinstance(fmt, str) else fmt
+    if not isinstance(grid, Format) or grid.needs_importance:
         return None
 
     def rounded(value: torch.Tensor) -> torch.Tensor:
         # Blocks that are longer than a row belong to what should not have been quantized.
-        rows = value if grid.fits(value.shape) is None else value.reshape(1, -1)
-        return (
-            value if grid.fits(rows.shape) else grid.roundtrip(rows).reshape(value.shape)
-        )
+        for rows in (value, value.reshape(1, -1)):
+            if grid.fits(rows.shape) is None:
+                return grid.roundtrip(rows).reshape(value.shape)
+        return value
 
     return rounded
 
@@ -411,16 +392,17 @@ def _arranged(
 
 def same(actual: Any, expected: Any) -> bool:
     """Whether two settings mean the same; a list of one number for all layers is that number."""
-    if isinstance(actual, list) != isinstance(expected, list):
-        number, numbers = (
-            (expected, actual) if isinstance(actual, list) else (actual, expected)
-        )
-        return set(numbers) - {0} <= {number}
+    if isinstance(expected, list) and not isinstance(actual, list):
+        return same(expected, actual)
+    if isinstance(actual, list) and not isinstance(expected, list):
+        return set(actual) - {0} <= {expected}
     if isinstance(expected, float) and isinstance(actual, int | float):
         return math.isclose(actual, expected, rel_tol=1e-5)
     return bool(actual == expected)
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "missing"
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else f"{text[:59]}…"

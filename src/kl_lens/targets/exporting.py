@@ -21,6 +21,8 @@ from kl_lens.run.subjects import file_digest
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 if TYPE_CHECKING:
+    import torch
+
     from kl_lens.model import LoadedModel
     from kl_lens.run.folder import Run
 
@@ -43,6 +45,9 @@ class Choice:
     reason: str | None = None  # why they differ
 
 
+UNPLANNED = Choice(FP16, FP16)
+
+
 def choices(model: LoadedModel, plan: Plan, fit: Fit) -> dict[str, Choice]:
     """Every component's recipe in the files, by name; what the plan does not name is FP16.
 
@@ -59,9 +64,7 @@ def choices(model: LoadedModel, plan: Plan, fit: Fit) -> dict[str, Choice]:
             raise TargetError(
                 f"{name} is planned as {recipe}, but must stay as it is: {component.reason}"
             )
-    chosen = {
-        component.name: Choice(FP16, FP16) for component in model.anatomy.components
-    }
+    chosen = dict.fromkeys((c.name for c in model.anatomy.components), UNPLANNED)
     for name, recipe in planned.items():
         chosen[name] = Choice(recipe, *fit(recipe, model.anatomy.component(name).shape))
     model.weights.learnt_by(
@@ -223,6 +226,31 @@ class Piece:
     # The data of each entry, and the digest of the weights in the weight store.
     make: Callable[[], tuple[Sequence[npt.NDArray[Any]], str]]
     name: str = ""  # of the record; else of the first entry
+
+
+def floating(
+    component: str,
+    name: str,
+    shape: Sequence[int],
+    read: Callable[[], torch.Tensor],
+    *,
+    half: bool,
+    choice: Choice = UNPLANNED,
+    digest: Callable[[], str] = str,
+) -> Piece:
+    """What stays in floating point: `half` in float16, else in float32."""
+    import torch
+
+    def make() -> tuple[list[npt.NDArray[Any]], str]:
+        values = read()
+        stored = values.half() if half else values.float()
+        if not torch.equal(stored.isfinite(), values.isfinite()):
+            raise TargetError(f"{name}: has values that {dtype} cannot hold; rescale it")
+        return [stored.cpu().numpy()], digest()
+
+    dtype = "F16" if half else "F32"
+    entries = (Entry(name, dtype, tuple(shape)),)
+    return Piece(component, entries, choice, choice.recipe if half else "fp32", make)
 
 
 def file_size(pieces: Sequence[Piece], made_for: str) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,8 @@ def _from_file(path: Path) -> ArtifactTokenizer:
             f"{path} cannot be read as a tokenizer: {error}; use --tokenizer"
         ) from error
     folder = path.parent
-    special = special_texts(path.parent)
-    template = template_of(path.parent)
+    special = special_texts(folder)
+    template = template_of(folder)
     cleaned = read_json(folder / CONFIG_FILE).get("clean_up_tokenization_spaces")
     if (
         cleaned
@@ -194,10 +195,8 @@ def _from_transformers(source: str) -> ArtifactTokenizer:
     end = tokenizer.eos_token_id
     template = default_template(tokenizer.chat_template)
     return ArtifactTokenizer(
-        encode=lambda text: [
-            int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]
-        ],
-        begin=lambda text: [int(token) for token in tokenizer(text)["input_ids"]],
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+        begin=tokenizer.encode,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         ends=frozenset() if end is None else frozenset([int(end)]),
         render=chat_renderer(template, tokenizer.special_tokens_map, source)
@@ -265,7 +264,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def chat_renderer(template: str, special: Mapping[str, str], source: str) -> Renderer:
+def chat_renderer(template: str, special: Mapping[str, Any], source: str) -> Renderer:
     """Messages → the text that the model reads, up to where its answer begins. `special`: texts of the
     special tokens that templates name (bos_token, eos_token); `source`: the template's file, for errors."""
 
@@ -273,19 +272,18 @@ def chat_renderer(template: str, special: Mapping[str, str], source: str) -> Ren
         from transformers.utils.chat_template_utils import render_jinja_template
 
         conversation: Any = list(messages)
-        words: dict[str, Any] = dict(special)
+        texts: Any
         try:
-            rendered: Any = render_jinja_template(
+            texts, _ = render_jinja_template(
                 [conversation],
                 chat_template=template,
                 add_generation_prompt=True,
-                **words,
+                **special,
             )
         except Exception as error:  # a template is third-party code
             raise TargetError(
                 f"{source}: its chat template fails: {one_line(error)}"
             ) from error
-        texts, _ = rendered
         return str(texts[0])
 
     return render
@@ -330,10 +328,7 @@ def varied_strings(
 
 def other_ids(actual: Sequence[int], expected: Sequence[int], tokenizer: Any) -> str:
     """Where two lists of ids for one text part, in words."""
-    at = next(
-        i
-        for i, (token, wanted) in enumerate(zip_longest(actual, expected))
-        if token != wanted
-    )
-    parts = list(actual[at : at + 4]), list(expected[at : at + 4])
-    return f"{tokenizer.decode(parts[1])!r} becomes {parts[0]}, not {parts[1]}"
+    pairs = zip_longest(actual, expected)
+    start = next(i for i, (token, wanted) in enumerate(pairs) if token != wanted)
+    tokens, right = (list(ids[start : start + 4]) for ids in (actual, expected))
+    return f"{tokenizer.decode(right)!r} becomes {tokens}, not {right}"

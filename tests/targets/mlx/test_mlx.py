@@ -201,10 +201,6 @@ def test_stock_recipes_are_what_mlx_lm_converts_to(
     assert not target.is_all_floating(file)
     with open_session(file) as foreign, open_session(tmp_path / "ours") as session:
         np.testing.assert_array_equal(foreign.logits([1]), session.logits([1]))
-    sizes = target.contents(file)
-    layers = hybrid.config.num_hidden_layers
-    assert sizes.kv_bytes_per_position == 2 * 2 * 2 * 64 * layers  # keys, values, float16
-    assert sizes.weight_bytes == pytest.approx(target.loaded_bytes(file), rel=0.01)
 
 
 def test_a_tied_matrix_that_a_checkpoint_holds_twice_is_stored_once(

@@ -25,6 +25,7 @@ from kl_lens.targets.exporting import (
     Entry,
     Piece,
     choices,
+    floating,
 )
 from kl_lens.targets.folders import FolderContents
 from kl_lens.weights.recipes import FP16, Recipe
@@ -33,9 +34,7 @@ if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
     from kl_lens.targets.base import Target
     from kl_lens.weights.formats import Format, Quantized
-    from kl_lens.weights.store import WeightStore
 
-_UNPLANNED = Choice(FP16, FP16)
 _PACKED_AT_ONCE = 1 << 22  # weights
 
 
@@ -57,21 +56,26 @@ def folder_contents(target: Target, model: LoadedModel, plan: Plan) -> FolderCon
     packed: list[Piece] = []
     for parameter, tensor in state.items():
         component = components.get(parameter)
+        owner = component.name if component else parameter
         name = names[parameter]
-        if component and component.quantizable:
-            piece = _candidate(
-                component, name, tensor, chosen[component.name], model.weights
-            )
-            (packed if len(piece.entries) > 1 else plain).append(piece)
+        # What is never quantized keeps its values; a matrix that stays in 16 bits is rounded to them.
+        fitting = torch.equal(tensor.half().float(), tensor.float())
+        piece = partial(floating, owner, name, tensor.shape, read=tensor.float)
+        if component is None or not component.quantizable:
+            plain.append(piece(half=fitting))
+            continue
+        choice = chosen[owner]
+        if is_packed(choice.recipe.grid):
+            quantize = partial(model.weights.quantized, owner, choice.recipe)
+            packed.append(_packed(owner, name, component.shape, choice, quantize))
         else:
-            is_half = torch.equal(tensor.half().float(), tensor.float())
-            owner = component.name if component else parameter
-            plain.append(_floating(owner, name, tensor.shape, is_half, tensor.detach))
+            digest = partial(model.weights.digest, owner, FP16)
+            plain.append(piece(half=True, choice=choice, digest=digest))
     further = model.further_heads
     for name in sorted(further.keys() - heads):
-        read = partial(read_stored, further[name])
         shape = further[name].shape
-        plain.append(_floating(name, name, shape, len(shape) > 1, read))
+        read = partial(read_stored, further[name])
+        plain.append(floating(name, name, shape, read, half=len(shape) > 1))
     for name, recipe in heads.items():
         quantize = partial(_quantized_head, recipe, further[name])
         shape = further[name].shape
@@ -81,44 +85,8 @@ def folder_contents(target: Target, model: LoadedModel, plan: Plan) -> FolderCon
     return FolderContents([*plain, *packed], config, {"further_heads": bool(further)})
 
 
-def _candidate(
-    component: Component,
-    name: str,
-    tensor: torch.Tensor,
-    choice: Choice,
-    store: WeightStore,
-) -> Piece:
-    owner = component.name
-    shape = component.shape
-    if is_packed(choice.recipe.grid):
-        quantize = partial(store.quantized, owner, choice.recipe)
-        return _packed(owner, name, shape, choice, quantize)
-    digest = partial(store.digest, owner, FP16)
-    return _floating(owner, name, tensor.shape, True, tensor.detach, choice, digest)
-
-
 def _quantized_head(recipe: Recipe, stored: Stored) -> Quantized:
     return recipe.grid.quantize(read_stored(stored), stored.name)
-
-
-def _floating(
-    component: str,
-    name: str,
-    shape: Sequence[int],
-    is_half: bool,
-    read: Callable[[], torch.Tensor],
-    choice: Choice = _UNPLANNED,
-    digest: Callable[[], str] = str,
-) -> Piece:
-    """A matrix that stays in 16 bits is rounded to them; what is never quantized keeps its values."""
-
-    def make() -> tuple[list[npt.NDArray[Any]], str]:
-        stored = read().half() if is_half else read().float()
-        return [stored.numpy()], digest()
-
-    realised = choice.recipe if is_half else "fp32"
-    entry = Entry(name, "F16" if is_half else "F32", tuple(shape))
-    return Piece(component, (entry,), choice, realised, make)
 
 
 def _packed(

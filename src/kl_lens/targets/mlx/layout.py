@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kl_lens.base.errors import TargetError, UnsupportedError, one_line
+from kl_lens.base.errors import UnsupportedError, one_line
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Component
 from kl_lens.targets.abilities import StockRecipe
@@ -30,11 +30,14 @@ from kl_lens.targets.exporting import (
     Entry,
     Piece,
     checkpoint_settings,
+    floating,
 )
 from kl_lens.weights.formats.affine import AffineFormat
 from kl_lens.weights.recipes import FP16, Recipe
 from kl_lens.weights.store import WeightStore
 
+# A parameter's name and the parameter → what stands for it.
+Value = Callable[[str, torch.Tensor], torch.Tensor]
 _TOKENS = 24
 _WHOLE = 16  # of the comparison; the first are fed at once
 # Nats per token between PyTorch and mlx-lm in float32; rounding gives 1e-8.
@@ -72,10 +75,9 @@ class Layout:
     config: dict[str, Any]
     matrices: tuple[Matrix, ...]
     # Parameters outside plans: norms, convolutions, biases.
-    values: dict[str, npt.NDArray[np.float32]]
+    values: dict[str, torch.Tensor]
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
-    difference: float  # of mlx-lm's logits from PyTorch's in float32: the largest, as a share of their range
 
 
 def layout_of(model: LoadedModel) -> Layout:
@@ -111,7 +113,7 @@ def _layout(
             path, component, probes.shapes[name], rows, _by_row(factors, rows, shape)
         )
         weight = model.tensor(candidates[component].weight).detach().cpu().float()
-        real = torch.from_numpy(np.array(probes.real[name]))
+        real = as_tensor(probes.real[name])
         if not torch.equal(matrix.arranged(weight * matrix.factors), real):
             raise UnsupportedError(
                 f"mlx-lm changes {component} in a way that KL Lens does not follow"
@@ -121,11 +123,15 @@ def _layout(
         raise UnsupportedError(
             f"mlx-lm's {config['model_type']} has no matrix of just {lost[0]} to quantize"
         )
-    difference = _compared(model, runtime, probes.real)
+    _require_same_logits(model, runtime, probes.real)
     casts = getattr(runtime, "cast_predicate", lambda _: True)
-    values = {name: np.array(probes.real[name]) for name in sources}
+    values = {name: as_tensor(probes.real[name]) for name in sources}
     uncast = frozenset(name for name in sources if not casts(name))
-    return Layout(config, tuple(matrices), values, sources, uncast, difference)
+    return Layout(config, tuple(matrices), values, sources, uncast)
+
+
+def as_tensor(array: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(array))
 
 
 def _by_row(
@@ -169,7 +175,8 @@ class _Probes:
             name for name, n in self._numbers.items() if components[n - 1].quantizable
         }
         self._zeros = self._probed(lambda *_: torch.zeros(()))
-        self._units = self._probed(lambda *_: torch.ones(()))
+        units = self._probed(lambda *_: torch.ones(()))
+        self._factors = {name: units[name] - self._zeros[name] for name in units}
         self.real = self._sanitized({name: t.float() for name, t in self._state.items()})
         for name, shape in self.shapes.items():
             if (stored := tuple(self.real[name].shape)) != shape:
@@ -180,8 +187,8 @@ class _Probes:
         self.sources = dict.fromkeys(self.shapes, "")
         owners = self._found(lambda name, _: torch.tensor(self._numbers.get(name, 0)))
         for name, owner in owners.items():
-            number = int(owner.flat[0])
-            if number and np.ptp(owner) == 0:
+            number, *others = owner.unique().tolist()
+            if number and not others:
                 self.sources[name] = components[number - 1].name
 
         def numbered(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -194,33 +201,26 @@ class _Probes:
 
     def rows(self, name: str) -> torch.Tensor:
         """The rows of its component that a parameter consists of, in order."""
-        return torch.from_numpy(self._rows[name][..., 0].reshape(-1))
+        return self._rows[name][..., 0].reshape(-1)
 
     def factors(self, name: str) -> torch.Tensor:
         """What these rows are multiplied with."""
-        factors = self._units[name] - self._zeros[name]
-        return torch.from_numpy(factors[..., 0].reshape(-1))
+        return self._factors[name][..., 0].reshape(-1)
 
-    def _found(
-        self, value: Callable[[str, torch.Tensor], torch.Tensor]
-    ) -> dict[str, npt.NDArray[np.int64]]:
+    def _found(self, value: Value) -> dict[str, torch.Tensor]:
         """The whole numbers that each parameter's elements had before mlx-lm multiplied and added."""
-        numbers = {}
-        for name, probed in self._probed(value).items():
-            zeros = self._zeros[name]
-            share = (probed - zeros) / (self._units[name] - zeros)
-            numbers[name] = np.rint(share).astype(np.int64)
-        return numbers
+        return {
+            name: ((probed - self._zeros[name]) / self._factors[name]).round().long()
+            for name, probed in self._probed(value).items()
+        }
 
-    def _probed(
-        self, value: Callable[[str, torch.Tensor], torch.Tensor]
-    ) -> dict[str, npt.NDArray[np.float32]]:
+    def _probed(self, value: Value) -> dict[str, torch.Tensor]:
         # Of matrices two columns are enough; a single one could be taken for none.
         tensors = {}
         for name, tensor in self._state.items():
             part = tensor[..., :2] if name in self._matrices else tensor
             tensors[name] = value(name, part).float().expand(part.shape)
-        return {name: np.array(array) for name, array in self._sanitized(tensors).items()}
+        return {name: as_tensor(a) for name, a in self._sanitized(tensors).items()}
 
     def _sanitized(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Tensors under transformers' names as mlx-lm's parameters."""
@@ -258,8 +258,10 @@ class _Probes:
         return {name: arrays[name] for name in self.shapes}
 
 
-def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> float:
-    """`Layout.difference`; raises if mlx-lm computes another function."""
+def _require_same_logits(
+    model: LoadedModel, runtime: Any, weights: dict[str, Any]
+) -> None:
+    """Raises if mlx-lm computes another function."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -280,16 +282,14 @@ def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> floa
     except Exception as error:  # a model class may raise anything over settings that it was not written for
         reason = f"{type(error).__name__} {one_line(error)}"
         raise UnsupportedError(f"mlx-lm cannot run this model: {reason}") from error
-    converted = torch.from_numpy(np.concatenate(logits))
     expected = original.log_softmax(-1)
-    logprobs = converted.log_softmax(-1)
+    logprobs = torch.from_numpy(np.concatenate(logits)).log_softmax(-1)
     divergence = float((expected.exp() * (expected - logprobs)).sum(-1).mean())
     if not divergence <= MOST_KL:
         raise UnsupportedError(
             f"mlx-lm computes something else than PyTorch for this {model.anatomy.model_type} model "
             f"(KL {divergence:.2g} nats per token with the original weights); use another target"
         )
-    return float((original - converted).abs().max() / (original.max() - original.min()))
 
 
 # config.json as mlx-lm reads it: the checkpoint's own, with the settings that transformers 5 no longer writes.
@@ -436,7 +436,13 @@ def pieces(layout: Layout, chosen: dict[str, Choice], store: WeightStore) -> lis
     """All that the file holds."""
     matrices = [_matrix(m, chosen[m.component], store) for m in layout.matrices]
     values = [
-        _value(name, value, layout.sources[name] or name, name in layout.full_precision)
+        floating(
+            layout.sources[name] or name,
+            name,
+            value.shape,
+            value.float,
+            half=name not in layout.full_precision,
+        )
         for name, value in layout.values.items()
     ]
     return [*matrices, *values]
@@ -469,20 +475,3 @@ def _matrix(matrix: Matrix, choice: Choice, store: WeightStore) -> Piece:
         return [grid.pack(codes), *others], quantized.digest if unscaled else ""
 
     return Piece(matrix.component, tuple(entries), choice, choice.recipe, make)
-
-
-def _value(
-    name: str, value: npt.NDArray[np.float32], component: str, full_precision: bool
-) -> Piece:
-    """A parameter outside plans."""
-    dtype = "F32" if full_precision else "F16"
-
-    def make() -> tuple[list[npt.NDArray[Any]], str]:
-        stored = value if full_precision else value.astype(np.float16)
-        if not np.isfinite(stored).all():
-            raise TargetError(f"{name}: has values that {dtype} cannot hold; rescale it")
-        return [stored], ""
-
-    entries = (Entry(name, dtype, value.shape),)
-    realised = "fp32" if full_precision else FP16
-    return Piece(component, entries, Choice(FP16, FP16), realised, make)

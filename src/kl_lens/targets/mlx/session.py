@@ -13,15 +13,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
-from safetensors.numpy import load_file
 
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model import LoadedModel
 from kl_lens.model.files import check_sizes
-from kl_lens.targets.abilities import Contents
 from kl_lens.targets.dissection import (
     FolderDissection,
     Part,
@@ -31,7 +29,7 @@ from kl_lens.targets.dissection import (
     unpacked,
 )
 from kl_lens.targets.exporting import CONFIG_FILE
-from kl_lens.targets.mlx.layout import PARTS, Layout
+from kl_lens.targets.mlx.layout import PARTS, Layout, as_tensor
 from kl_lens.targets.session import Logits, Session, SessionSettings
 from kl_lens.targets.tokenizer import read_json
 
@@ -40,8 +38,6 @@ from kl_lens.targets.tokenizer import read_json
 BATCH = 128
 CPU = "CPU"
 GPU = "GPU"
-_EMBEDDINGS = ("embeddings", "embed_tokens")
-_EXPERTS = "switch_mlp"
 
 
 class MLXSession(Session):
@@ -91,21 +87,6 @@ class MLXSession(Session):
             raise self.closed()
         self._cache = make_prompt_cache(self._model)
 
-    def state_bytes(self) -> tuple[int, float]:
-        """Bytes of the states, and of keys and values for each position, in the types of this session."""
-        fixed = 0
-        growing = 0.0
-        waiting = list(self._cache)
-        while waiting:
-            cache = waiting.pop()
-            waiting += getattr(cache, "caches", ())
-            if (keys := getattr(cache, "keys", None)) is not None:
-                growing += (keys.nbytes + cache.values.nbytes) / keys.shape[-2]
-            elif not hasattr(cache, "caches"):
-                leaves: Any = tree_flatten(cache.state)
-                fixed += sum(getattr(array, "nbytes", 0) for _, array in leaves)
-        return fixed, growing
-
     def close(self) -> None:
         self._model = None
         self._cache = []
@@ -128,31 +109,6 @@ class MLXSession(Session):
 
 def _widened(array: Any) -> Any:
     return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
-
-
-def file_contents(folder: Path) -> Contents:
-    """Lookups and experts by mlx-lm's names; states as a session keeps them."""
-    config = read_json(folder / CONFIG_FILE)
-    counts = map(config.get, ("num_experts", "num_local_experts", "n_routed_experts"))
-    experts = next(filter(None, counts), 0)
-    chosen = config.get("num_experts_per_tok")
-    files = sorted(folder.glob("model*.safetensors"))
-    arrays = [item for path in files for item in load_file(path).items()]
-    untied = any(name.startswith("lm_head.") for name, _ in arrays)
-    read = 0.0
-    for name, array in arrays:
-        owner = name.rpartition(".")[0]
-        share = 1.0
-        if owner.endswith(_EMBEDDINGS) and untied:
-            share = 1 / array.shape[0]
-        elif _EXPERTS in owner and chosen and experts:
-            share = chosen / experts
-        read += share * array.nbytes
-    with MLXSession(folder) as session:
-        session.step(0)
-        fixed, growing = session.state_bytes()
-    # In float32 here; the file's own types, which a GPU uses, have half of that.
-    return Contents(read, fixed // 2, growing / 2)
 
 
 class MLXDissection(FolderDissection):
@@ -186,8 +142,7 @@ class MLXDissection(FolderDissection):
             name = f"{matrix.name}.weight"
             rows = (weight[matrix.component], matrix.arranged, matrix.factors)
             parts.append(Part(name, stored.get(name), *rows))
-        for name, value in layout.values.items():
-            values = torch.from_numpy(np.array(value))
+        for name, values in layout.values.items():
             source = weight.get(layout.sources[name])
             parameter = None if source is None else model.tensor(source)
             # Made from several, or from a part of one.
@@ -225,4 +180,4 @@ def _values(parts: list[torch.Tensor], scheme: dict[str, Any]) -> torch.Tensor:
     wide: list[Any] = [mx.array(part.float().numpy()) for part in others]
     with mx.stream(mx.cpu):
         values = mx.dequantize(mx.array(codes.numpy()), *wide, **scheme)
-        return torch.from_numpy(np.array(values.astype(mx.float32)))
+        return as_tensor(values.astype(mx.float32))

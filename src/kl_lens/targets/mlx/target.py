@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Plan
-from kl_lens.targets.abilities import Contents, Health, StockRecipe
-from kl_lens.targets.exporting import choices
+from kl_lens.targets.abilities import Health, StockRecipe
+from kl_lens.targets.exporting import CONFIG_FILE, choices
 from kl_lens.targets.folders import SUFFIX, FolderContents, FolderTarget, folder_of
 from kl_lens.targets.session import SessionSettings
 from kl_lens.targets.tokenizer import read_json
@@ -29,7 +29,7 @@ else:  # they load MLX and torch
 
 CPU = "CPU"
 GPU = "GPU"
-_LONGEST_HEADER = 1 << 26  # bytes of a file's list of tensors
+_BEGINNING = 1 << 16  # bytes of a file; its metadata are among them
 _LISTED_BYTES = 140  # of one tensor in a file's header: a little more than was seen
 
 
@@ -96,24 +96,18 @@ class MLXTarget(FolderTarget):
     def dissects(self, path: Path) -> bool:
         """A checkpoint of transformers has files of the same names: only MLX's say `mlx`."""
         folder = folder_of(path)
-        file = next(iter(sorted(folder.glob(f"model*{SUFFIX}"))), None)
-        if file is None or not (folder / "config.json").is_file():
+        file = min(folder.glob(f"model*{SUFFIX}"), default=None)
+        if file is None or not (folder / CONFIG_FILE).is_file():
             return False
         with file.open("rb") as content:
-            size = int.from_bytes(content.read(8), "little")
-            return b'"format":"mlx"' in content.read(min(size, _LONGEST_HEADER)).replace(
-                b" ", b""
-            )
+            return b'"format":"mlx"' in content.read(_BEGINNING).replace(b" ", b"")
 
     def dissect(self, path: Path) -> Dissection:
         return session.MLXDissection(folder_of(path), self._layout)
 
-    def contents(self, path: Path) -> Contents:
-        return session.file_contents(folder_of(path))
-
     def is_all_floating(self, path: Path) -> bool:
         """From the configuration: a folder may have no record."""
-        config = read_json(folder_of(path) / "config.json")
+        config = read_json(folder_of(path) / CONFIG_FILE)
         return not config.get("quantization") and not config.get("quantization_config")
 
     # -- running -------------------------------------------------------------------------------------------

@@ -70,12 +70,9 @@ def map_weights(
         if present := [name for name in twins if name in constants]:
             for name in twins:
                 constants.setdefault(name, constants[present[0]])
-    needless = without_head and anatomy.head != anatomy.embedding
-    missing = [
-        c.name
-        for c in anatomy.candidates
-        if c.name not in constants and not (needless and c.name == anatomy.head)
-    ]
+    needless = {anatomy.head} - {anatomy.embedding} if without_head else set()
+    wanted = {c.name: c for c in anatomy.candidates}.keys() - needless
+    missing = sorted(wanted - constants.keys())
     if missing or strangers:
         raise TargetError(
             "the weights of the converted graph could not all be recognised; "
@@ -173,17 +170,16 @@ def place_weights(
             continue
         choice = chosen[component.name]
         recipe = choice.recipe
+        name = component.name
         key = tuple(sorted(node.get_instance_id() for node in nodes))
-        if key in replaced:
-            owner = replaced[key].component
-            if recipe != (other_recipe := chosen[owner].recipe):
+        if twin := replaced.get(key):
+            other_recipe = chosen[twin.component].recipe
+            if recipe != other_recipe:
                 raise TargetError(
-                    f"{component.name} and {owner} hold the same numbers and the converter merged them; "
+                    f"{name} and {twin.component} hold the same numbers and the converter merged them; "
                     f"they cannot be {recipe} and {other_recipe}"
                 )
-            twin = replace(
-                replaced[key], component=component.name, planned=choice.planned
-            )
+            twin = replace(twin, component=name, planned=choice.planned)
             placed.append(replace(twin, reason=choice.reason))
             continue
         weights = ""
@@ -192,14 +188,12 @@ def place_weights(
             label = baseline
             new, size, digest = _floating(nodes[0].data, component.weight, baseline)
             if baseline == FP16 and component.quantizable:
-                weights = store.digest(component.name, recipe)
+                weights = store.digest(name, recipe)
         else:
-            quantized = moved(
-                store.quantized(component.name, recipe), torch.device("cpu")
-            )
+            quantized = moved(store.quantized(name, recipe), torch.device("cpu"))
             new, size, digest = integer_constant(quantized, recipe.grid, component.weight)
             weights = quantized.digest
-        labels = component.name, component.weight, choice.planned, label
+        labels = name, component.weight, choice.planned, label
         replaced[key] = ExportedTensor(*labels, size, choice.reason, digest, weights)
         placed.append(replaced[key])
         for node in nodes:
@@ -265,9 +259,8 @@ def _element(fmt: Format) -> Any:
         return ov.Type.nf4
     if isinstance(fmt, MicroscalingFormat):
         return ov.Type.f4e2m1
-    if isinstance(fmt, ZeroPointFormat):
-        return ov.Type.u2 if fmt.bits == 2 else ov.Type.u4
-    return ov.Type.i4 if fmt.bits == 4 else ov.Type.i8
+    sign = "u" if isinstance(fmt, ZeroPointFormat) else "i"
+    return getattr(ov.Type, f"{sign}{fmt.bits}")
 
 
 def _packed_constant(
@@ -286,15 +279,12 @@ def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
 
 def stored_digests(graph: ov.Model) -> dict[str, str]:
     """The named weights of a saved graph: name → digest of their bytes, scales and zero points included."""
-    stored = {
-        node.get_friendly_name(): raw_bytes(node)
-        for node in operations(graph, "Constant")
-    }
-    parts = ("", "/scale", "/zero_point")
+    nodes = operations(graph, "Constant")
+    stored = {node.get_friendly_name(): raw_bytes(node) for node in nodes}
+    suffixes = ("", "/scale", "/zero_point")
+    parts = {name: [stored.get(name + end) for end in suffixes] for name in stored}
     return {
-        name: bytes_digest(
-            *(stored[name + part] for part in parts if name + part in stored)
-        )
+        name: bytes_digest(*(part for part in parts[name] if part is not None))
         for name in stored
     }
 
@@ -302,9 +292,8 @@ def stored_digests(graph: ov.Model) -> dict[str, str]:
 def check_saved(graph: ov.Model, placed: Sequence[ExportedTensor]) -> None:
     """Compares a saved and re-read graph with what was to be stored, byte for byte."""
     stored = stored_digests(graph)
-    names = (t.runtime_name for t in placed if stored.get(t.runtime_name) != t.digest)
-    wrong = next(names, None)
-    if wrong:
-        raise TargetError(
-            f"the saved IR is not what was planned: {wrong} holds other numbers"
-        )
+    for tensor in placed:
+        if stored.get(tensor.runtime_name) != tensor.digest:
+            raise TargetError(
+                f"the saved IR is not what was planned: {tensor.runtime_name} holds other numbers"
+            )

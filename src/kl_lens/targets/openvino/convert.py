@@ -91,11 +91,10 @@ def export(
     # The model as a float32 graph, and where its weights are.
     module = on_cpu(model.model)
     task = model.classifier
-    graph = (
-        image_graph_of(module, task)
-        if task
-        else graph_of(module, options.static_tokens, with_head=options.with_head)
-    )
+    if task:
+        graph = image_graph_of(module, task)
+    else:
+        graph = graph_of(module, options.static_tokens, with_head=options.with_head)
     rewrites.weights_on_the_right(graph)
     if options.with_head:
         rewrites.name_head(graph)
@@ -117,8 +116,7 @@ def export(
     if task:
         settings["task"] = task.name
     rewrites.apply(graph, cumba=options.device_profile == GPU)
-    runtime_options = _runtime_options(plan, options.activation_groups)
-    for name, value in runtime_options.items():
+    for name, value in _runtime_options(plan, options.activation_groups).items():
         graph.set_rt_info(value, ["runtime_options", name])
     _save(graph, folder / IR_FILE)
     del graph
@@ -149,12 +147,12 @@ def _runtime_options(plan: Plan, activation_groups: str | None) -> dict[str, str
 def _slow_formats(chosen: Mapping[str, Choice]) -> list[str]:
     """A note if this processor does not multiply with some formats as they are stored."""
     names = {choice.recipe.grid.name for choice in chosen.values()}
-    if not (slow := names.intersection(expanded())):
-        return []
-    return [
-        f"on this processor OpenVINO expands {' and '.join(sorted(slow))} to floats when it loads the file: right "
-        "results, but neither less memory nor more speed; on x86-64 they run as stored"
-    ]
+    slow = " and ".join(sorted(names.intersection(expanded())))
+    note = (
+        f"on this processor OpenVINO expands {slow} to floats when it loads the file: right results, but neither less "
+        "memory nor more speed; on x86-64 they run as stored"
+    )
+    return [note] if slow else []
 
 
 def _save(graph: ov.Model, path: Path) -> None:
@@ -206,14 +204,11 @@ def _converted(tokenizer: Any) -> tuple[dict[str, bytes], list[str]]:
                 rewrites.number_names(graph)
                 ov.save_model(graph, path, compress_to_fp16=False)
             differing = differences(tokenizer, *paths)
-        except (
-            Exception
-        ) as error:  # the package raises anything over an unknown tokenizer
+        except Exception as error:  # whatever an unknown tokenizer makes it raise
             reason = one_line(error)
             return {}, [f"cannot be converted by openvino-tokenizers ({reason})"]
-        return {
-            path.name: path.read_bytes() for path in Path(folder).iterdir()
-        }, differing
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        return files, differing
 
 
 def differences(tokenizer: Any, encoder: Path, decoder: Path) -> list[str]:
@@ -238,16 +233,13 @@ def differences(tokenizer: Any, encoder: Path, decoder: Path) -> list[str]:
             parts = other_ids(ids, expected, tokenizer)
             sentences[f"splits text into other tokens than transformers: {parts}"] = None
         elif not agrees(ids):
-            # The token without which the rest agrees.
-            odd = (
-                token
-                for token in dict.fromkeys(ids)
-                if agrees([member for member in ids if member != token])
-            )
-            token = next(odd, None)
-            words = text if token is None else tokenizer.convert_ids_to_tokens(token)
-            output = text_of(ids if token is None else [token])
+            words = text
+            for token in dict.fromkeys(ids):
+                if agrees([i for i in ids if i != token]):  # the odd one
+                    words = tokenizer.convert_ids_to_tokens(token)
+                    ids = [token]
+                    break
             sentences[
-                f"turns the tokens of {words!r} into other text than transformers: {output!r}"
+                f"turns the tokens of {words!r} into other text than transformers: {text_of(ids)!r}"
             ] = None
     return list(sentences)

@@ -53,6 +53,7 @@ _BITS = {"u2": 2, "i4": 4, "u4": 4, "i8": 8, "u8": 8}
 _PACKED = (*_BITS, "nf4", "f4e2m1")
 _EXPONENTS = "f8e8m0"  # scales alone
 _FLOATS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
+_NUMBERS = (*_PACKED, *_FLOATS, _EXPONENTS)
 _EPSILONS = 1e-9, 1e-2  # what a norm adds lies between
 
 
@@ -90,11 +91,8 @@ class OpenVINODissection(Dissection):
 
     def parts(self, model: LoadedModel) -> list[Part]:
         """Weights by their names; what has lost its name by its values."""
-        parameters = {
-            name: value.detach()
-            for name, value in model.model.named_parameters()
-            if value.numel() > 1
-        }
+        named_parameters = model.model.named_parameters()
+        parameters = {n: p.detach() for n, p in named_parameters if p.numel() > 1}
         named = list[tuple[str, StoredTensor]]()
         nameless = []
         for tensor in self.tensors:
@@ -225,32 +223,20 @@ def _end(value: Any) -> Any:
 
 
 def _stored(name: str, end: Any) -> StoredTensor:
-    constants = list(_constants(end.get_node()))
+    constants = [n for n in _constants(end.get_node()) if _kind(n) in _NUMBERS]
     weight = max(constants, key=_size)
     kind = _kind(weight)
-    floats = [
-        node for node in constants if _kind(node) in (*_PACKED, *_FLOATS, _EXPONENTS)
-    ]
-    size = sum(raw_bytes(node).nbytes for node in floats)
+    size = sum(raw_bytes(node).nbytes for node in constants)
     shape = tuple(end.get_shape())
-    fmt = _format(kind, weight, [node for node in floats if node is not weight])
-    spelled = _FLOATS.get(kind) or (fmt.name if fmt is not None else "")
-    format_name = dissection.known_name(spelled)
-    group = f" g{fmt.group_size}" if fmt is not None and fmt.group_size else ""
+    fmt = _format(kind, weight, [node for node in constants if node is not weight])
+    known = dissection.known_name(_FLOATS.get(kind) or (fmt.name if fmt else ""))
+    label = f"{kind} g{fmt.group_size}" if fmt and fmt.group_size else kind
 
     def read() -> torch.Tensor:
         values = np.array(_value(end.get_node()), np.float32)
         return torch.from_numpy(values).reshape(shape)
 
-    return StoredTensor(
-        name,
-        kind + group,
-        shape,
-        size,
-        read,
-        format_name,
-        fmt,
-    )
+    return StoredTensor(name, label, shape, size, read, known, fmt)
 
 
 def _format(kind: str, weight: Any, nodes: list[Any]) -> Format | None:
@@ -319,17 +305,16 @@ def graph_contents(folder: Path, artifact: Artifact) -> Contents:
     graph = read_graph(folder / IR_FILE)
     sizes = {tensor.runtime_name: tensor.bytes for tensor in artifact.tensors}
     read = float(sum(sizes.values()))
-    for node in graph.get_ops():
-        name = node.get_friendly_name()
-        if node.get_type_name() == "Constant" and name in sizes and _is_looked_up(node):
-            read -= sizes[name] * (1 - 1 / node.get_output_shape(0)[0])  # one row
+    for node in operations(graph, "Constant"):
+        size = sizes.get(node.get_friendly_name(), 0)
+        if size and _is_looked_up(node):
+            read -= size * (1 - 1 / node.get_output_shape(0)[0])  # one row
     fixed = 0
     growing = 0.0
     for variable in graph.get_variables():
-        shape = variable.info.data_shape
-        lengths = [d.get_length() if d.is_static else None for d in shape]
-        size = math.prod(n for n in lengths if n is not None)
-        if None in lengths[1:]:
+        _, *shape = variable.info.data_shape
+        size = math.prod(axis.get_length() for axis in shape if axis.is_static)
+        if any(axis.is_dynamic for axis in shape):
             growing += 2 * size  # sessions keep keys and values in f16
         else:
             fixed += variable.info.data_type.size * size

@@ -30,7 +30,9 @@ from kl_lens.text.images import Preparation, pixels_of
 
 IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
+POSITIONS = "position_ids"
 BEAM_IDX = "beam_idx"  # inputs as OpenVINO GenAI names them
+ROWS = "rows"  # whose logits are wanted
 TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
 COMPILE_TIMEOUT = "600"  # s; the iGPU compiler hangs on Mamba-2
 LOGITS_CHUNK = 512  # tokens per call when all their logits are wanted
@@ -66,26 +68,54 @@ def loaded(
 ) -> OpenVINOSession:
     """A session of one of our graphs. `preparation`: of the images that it classifies."""
     graph = read_graph(path)
-    if preparation is None:
-        _fix_sequences(graph)
-        _choose_rows(graph)
-    compiled = compile_graph(graph, settings)
-    description = describe(compiled, settings.device)
-    if preparation is None:
-        return OpenVINOSession(compiled, path.parent, description)
-    return ImageSession(compiled, path.parent, description, preparation)
+    if preparation is not None:
+        return ImageSession(graph, path.parent, settings, preparation)
+    _fix_sequences(graph)
+    _choose_rows(graph)
+    return OpenVINOSession(graph, path.parent, settings)
+
+
+def open_foreign(path: Path, settings: SessionSettings) -> OpenVINOSession:
+    """A session of an IR that KL Lens did not export, after a try in a separate process."""
+    graph = _feedable(path)
+    files = [file for file in (path, path.with_suffix(".bin")) if file.is_file()]
+    quarantine.require_opens(try_out, path, files, "OpenVINO")
+    return OpenVINOSession(graph, path, settings)
 
 
 def try_out(path: Path) -> None:
     """For `quarantine`: opens and runs an exported folder, or a graph from elsewhere."""
+    settings = SessionSettings()
     if path.is_dir():
-        session = open_session(path, SessionSettings())
+        session = open_session(path, settings)
     else:
-        session = ForeignSession(path, SessionSettings())
+        session = OpenVINOSession(_feedable(path), path, settings)
     session.logits([0, 0])
 
 
-def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
+def _feedable(path: Path) -> ov.Model:
+    """The graph; UnsupportedError if it wants something that a language model does not get here."""
+    graph = read_graph(path)
+    names = {port.get_any_name() for port in graph.inputs}
+    shape = graph.outputs[_logits_index(graph)].get_partial_shape()
+    if odd := sorted(names - {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX}):
+        raise UnsupportedError(
+            f"{path.name} has an input {odd[0]!r}, which KL Lens cannot feed"
+        )
+    if IDS not in names or len(shape) != 3 or not shape[2].is_static:
+        raise UnsupportedError(
+            f"{path.name} is not a language model: expected {IDS} in and logits out"
+        )
+    return graph
+
+
+def _logits_index(graph: ov.Model | ov.CompiledModel) -> int:
+    """Of its output; the first where none has that name."""
+    names = [output.get_names() for output in graph.outputs]
+    return next((i for i, labels in enumerate(names) if "logits" in labels), 0)
+
+
+def _description(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
     """The library, the device and the plugin's settings."""
     about = {
         "library": "openvino",
@@ -102,17 +132,23 @@ def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
 
 
 class OpenVINOSession(Session):
-    """One sequence at a time; the states are inside the compiled model's request."""
+    """One sequence at a time; the states are inside the compiled model's request. It feeds the inputs that our graphs,
+    optimum-intel and OpenVINO GenAI use. A graph without states reads everything again at each step."""
 
-    def __init__(
-        self, compiled: ov.CompiledModel, path: Path, description: dict[str, Any]
-    ) -> None:
+    def __init__(self, graph: ov.Model, path: Path, settings: SessionSettings) -> None:
         self.path = path
-        self._description = description
+        compiled = compile_graph(graph, settings)
+        self._description = _description(compiled, settings.device)
         self._at = _logits_index(compiled)
         *_, vocabulary = compiled.outputs[self._at].get_partial_shape()
         self.vocabulary = int(vocabulary.get_length())
         self._request: Any = compiled.create_infer_request()
+        self._types = {
+            port.get_any_name(): port.get_element_type().to_dtype()
+            for port in graph.inputs
+        }
+        self._recurrent = bool(graph.get_variables())
+        self._fed = list[int]()
 
     @property
     def description(self) -> dict[str, Any]:
@@ -122,17 +158,29 @@ class OpenVINOSession(Session):
         if self._request is None:
             raise self.closed()
         self._request.reset_state()
+        self._fed = []
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
         cuts = list(range(LOGITS_CHUNK, len(tokens), LOGITS_CHUNK)) if every else []
         # The first call attends to keys and values as computed; later ones, to those that are kept.
         if every and CACHES in self.description and len(tokens) > 1:
             cuts = [1, *cuts]
-        rows = []
-        for part in np.split(np.array([tokens], np.int64), cuts, 1):
-            wanted = np.arange(part.size) if every else np.array([part.size - 1])
-            rows.append(self._infer({IDS: part, "rows": wanted}))
-        return np.concatenate(rows)
+        return np.concatenate(
+            [self._continued(part, every) for part in np.split(np.array(tokens), cuts)]
+        )
+
+    def _continued(self, tokens: npt.NDArray[np.int64], every: bool) -> Logits:
+        start = len(self._fed) if self._recurrent else 0
+        self._fed += tokens.tolist()
+        values = {
+            IDS: np.array([self._fed[start:]]),
+            ATTENTION_MASK: np.ones((1, len(self._fed))),
+            POSITIONS: np.arange(start, len(self._fed))[None],
+            BEAM_IDX: np.zeros(1),
+            ROWS: np.arange(len(tokens))[0 if every else -1 :],
+        }
+        inputs = {name: values[name].astype(kind) for name, kind in self._types.items()}
+        return self._infer(inputs)[-len(tokens) :]
 
     def close(self) -> None:
         self._request = None
@@ -156,12 +204,12 @@ class ImageSession(OpenVINOSession):
 
     def __init__(
         self,
-        compiled: ov.CompiledModel,
+        graph: ov.Model,
         path: Path,
-        description: dict[str, Any],
+        settings: SessionSettings,
         preparation: Preparation,
     ) -> None:
-        super().__init__(compiled, path, description)
+        super().__init__(graph, path, settings)
         self._preparation = preparation
 
     def logits(self, ids: Sequence[int]) -> Logits:
@@ -191,13 +239,13 @@ def _fix_sequences(graph: ov.Model) -> None:
 def _choose_rows(graph: ov.Model) -> None:
     """Adds an input with the positions whose logits are wanted: a prefill wants only the last. Done on loading; the IR
     on disk gives the logits of all tokens."""
-    heads = {node.get_friendly_name(): node for node in graph.get_ops()}
-    if (head := heads.get(HEAD_NODE)) is None:
+    names = (node for node in graph.get_ops() if node.get_friendly_name() == HEAD_NODE)
+    if (head := next(names, None)) is None:
         raise TargetError(
             f"this IR has no node named {HEAD_NODE}; export the model again"
         )
-    rows = ops.parameter(ov.PartialShape([-1]), np.int64, name="rows")
-    rows.output(0).get_tensor().set_names({"rows"})
+    rows = ops.parameter(ov.PartialShape([-1]), np.int64, name=ROWS)
+    rows.output(0).get_tensor().set_names({ROWS})
     chosen = ops.gather(head.input_value(0), rows, 1)
     head.input(0).replace_source_output(chosen.output(0))
     graph.add_parameters([rows])
@@ -223,10 +271,7 @@ def computes_in_bfloat16() -> bool:
 @functools.cache
 def rounds_in_groups() -> bool:
     """Whether kernels round activations in groups of 32 (`profiles`) where nothing is set: a small product tells."""
-    matrix = ops.constant(np.ones((2, 64), np.int8))
-    weight = ops.multiply(
-        ops.convert(matrix, "f32"), ops.constant(np.ones((2, 1), np.float32))
-    )
+    weight = ops.convert(np.ones((2, 64), np.int8), "f32") * np.ones((2, 1), np.float32)
     row = np.full((1, 64), 0.4, np.float32)
     row[0, 0] = 127  # beside it, 0.4 becomes 0
     x = ops.parameter(ov.PartialShape([-1, 64]), np.float32)
@@ -295,105 +340,3 @@ def require_device(device: str) -> None:
         raise TargetError(
             f"OpenVINO finds no device {device!r} here; it finds {', '.join(present)}"
         )
-
-
-POSITIONS = "position_ids"
-CACHE_POSITION = "cache_position"
-_PAST = ("past_key_values.", "cache_params.past.")  # states as inputs
-_TRIED = 12
-_SAME = 0.05  # tokens that show what cache_position means; a share of the range of logits
-
-
-class ForeignSession(OpenVINOSession):
-    """An IR that KL Lens did not export, with the inputs that optimum-intel and OpenVINO GenAI use. A graph without
-    states reads everything again at each step."""
-
-    def __init__(self, path: Path, settings: SessionSettings) -> None:
-        graph = _feedable(path)
-        compiled = compile_graph(graph, settings)
-        super().__init__(compiled, path, describe(compiled, settings.device))
-        self._recurrent = bool(graph.get_variables())
-        self._inputs = graph.inputs
-        self._fed = list[int]()
-        self._taps: int | None = None  # cache_position counts these, not tokens
-        if CACHE_POSITION in _names(graph) and not self._steps_agree():
-            # (1, channels, taps)
-            shapes = [v.get_info().data_shape for v in graph.get_variables()]
-            widths = {s[2].get_length() for s in shapes if len(s) == 3 and s[2].is_static}
-            self._taps = next(filter(self._steps_agree, sorted(widths)), None)
-        self.reset()
-
-    def reset(self) -> None:
-        super().reset()
-        self._fed = []
-
-    def _steps_agree(self, taps: int | None = None) -> bool:
-        """Whether a prompt gives the same at once and with its last token alone. `cache_position` is the tokens'
-        positions in most graphs. In optimum-intel's Mamba it is the places of the convolution's state: all of them for
-        a prompt, the last one for a token."""
-        self._taps = taps
-        ids = [i % self.vocabulary for i in range(1, _TRIED + 1)]
-        try:
-            whole = self.logits(ids)[-1]
-            self.logits(ids[:-1])
-            single = self.step(ids[-1])
-        except TargetError:
-            return False
-        return bool(np.abs(whole - single).max() <= _SAME * np.ptp(whole))
-
-    def feed(self, tokens: list[int], *, every: bool) -> Logits:
-        start = len(self._fed) if self._recurrent else 0
-        self._fed += tokens
-        positions = cached = np.arange(start, len(self._fed))
-        if self._taps is not None:
-            cached = np.array([self._taps]) if start else np.arange(self._taps)
-        values: dict[str, npt.NDArray[Any]] = {
-            IDS: np.array([self._fed[start:]]),
-            ATTENTION_MASK: np.ones((1, len(self._fed))),
-            BEAM_IDX: np.zeros(1),
-            POSITIONS: positions[None],
-            CACHE_POSITION: cached,
-        }
-        tensors = {}
-        # In its own type; states are empty, or zero where their size is fixed.
-        for port in self._inputs:
-            axes = enumerate(port.get_partial_shape())
-            sizes = [d.get_length() if d.is_static else int(i == 0) for i, d in axes]
-            value = values.get(name := port.get_any_name(), np.zeros(sizes))
-            tensors[name] = value.astype(port.get_element_type().to_dtype())
-        return self._infer(tensors)[-len(tokens) :]
-
-
-def _feedable(path: Path) -> ov.Model:
-    """The graph; UnsupportedError if it wants something that a language model does not get here."""
-    graph = read_graph(path)
-    names = _names(graph)
-    shape = graph.outputs[_logits_index(graph)].get_partial_shape()
-    feedable = {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX, CACHE_POSITION}
-    if odd := sorted(name for name in names - feedable if not name.startswith(_PAST)):
-        raise UnsupportedError(
-            f"{path.name} has an input {odd[0]!r}, which KL Lens cannot feed"
-        )
-    if IDS not in names or len(shape) != 3 or not shape[2].is_static:
-        raise UnsupportedError(
-            f"{path.name} is not a language model: expected {IDS} in and logits out"
-        )
-    return graph
-
-
-def _logits_index(graph: ov.Model | ov.CompiledModel) -> int:
-    """Of its output; the first where none has that name."""
-    names = [output.get_names() for output in graph.outputs]
-    return next((i for i, labels in enumerate(names) if "logits" in labels), 0)
-
-
-def _names(graph: ov.Model) -> set[str]:
-    return {value.get_any_name() for value in graph.inputs}
-
-
-def open_foreign(path: Path, settings: SessionSettings) -> ForeignSession:
-    """Opens it, after a try in a separate process."""
-    _feedable(path)
-    files = [file for file in (path, path.with_suffix(".bin")) if file.is_file()]
-    quarantine.require_opens(try_out, path, files, "OpenVINO")
-    return ForeignSession(path, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
@@ -193,8 +192,6 @@ class OpenVINOTarget(Target):
     def __init__(self) -> None:
         # Model and formats → bytes.
         self._sizes: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}
-        # Model → whether two of its matrices are the same.
-        self._repeating: dict[str, bool] = {}
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -253,15 +250,16 @@ class OpenVINOTarget(Target):
     def file_bytes(self, model: LoadedModel, plan: Plan, *, exact: bool = False) -> int:
         """The FP16 artifact's size, with every quantized matrix's bytes and decompression nodes put in its place; the
         size of a written file if `exact` is asked for and does not take minutes."""
-        recipes = parsed(plan.assignment)
+        recipes: Mapping[str, Recipe] = parsed(plan.assignment)
         parameters = sum(c.parameters for c in model.anatomy.components)
         if exact and parameters <= _WRITTEN_TO_BE_SIZED:
             # Only formats count, except that OpenVINO stores two matrices once if they stay equal (a repeated layer).
-            if model.fingerprint not in self._repeating:
-                self._repeating[model.fingerprint] = _repeats_a_matrix(model)
-            repeats = self._repeating[model.fingerprint]
-            grids = {name: r if repeats else r.grid.name for name, r in recipes.items()}
-            return self._written_bytes(model, Plan(plan.name, grids, plan.made_by))
+            originals = {c.name: FP16 for c in model.anatomy.candidates}
+            digests = model.weights.digests(originals).values()
+            if len(set(digests)) == len(originals):
+                recipes = {name: Recipe(r.grid.name) for name, r in recipes.items()}
+            grids = Plan(plan.name, dict(recipes), plan.made_by)
+            return self._written_bytes(model, grids)
         size = self._written_bytes(model, Plan("fp16", {}, "fp16"))
         for component in model.anatomy.candidates:
             shape = component.shape
@@ -345,14 +343,3 @@ class OpenVINOTarget(Target):
         self, model: LoadedModel, recipes: Mapping[str, Recipe]
     ) -> AbstractContextManager[None]:
         return kernels.as_deployed(model, recipes)
-
-
-def _repeats_a_matrix(model: LoadedModel) -> bool:
-    import torch
-
-    components = model.anatomy.candidates
-    weights = (
-        model.tensor(c.weight).cpu().reshape(-1).view(torch.uint8) for c in components
-    )
-    digests = {hashlib.blake2b(weight.numpy().data).digest() for weight in weights}
-    return len(digests) < len(components)
