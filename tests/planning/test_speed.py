@@ -103,7 +103,7 @@ TABLE = table_of(
     {},
     embedding="embedding",
 )
-GGUF: Any = SimpleNamespace(name="gguf", title="GGUF")
+GGUF: Any = SimpleNamespace(name="gguf", title="GGUF", speed_options=("groups",))
 
 
 def profile(plan: str, seconds: float, threads: int = 2, target: str = "gguf") -> Profile:
@@ -113,15 +113,17 @@ def profile(plan: str, seconds: float, threads: int = 2, target: str = "gguf") -
 
 
 def modelled(monkeypatch: pytest.MonkeyPatch, *profiles: Profile) -> SpeedModel:
-    """Of files called after the MB of their `in_proj`; the embedding, of 9 MB, takes no time."""
+    """Of files called after the MB of their `in_proj`; the embedding, of 9 MB, takes no time. Those with a minus sign
+    were written with an option."""
 
     def recorded(path: Path) -> Any:
-        sizes = {"in_proj": float(path.name), "embedding": 9.0, "norm": 5.0}
+        sizes = {"in_proj": abs(float(path.name)), "embedding": 9.0, "norm": 5.0}
         return SimpleNamespace(
+            settings={"groups": "row" if path.name.startswith("-") else None},
             tensors=[
                 SimpleNamespace(component=name, realised="q8_0+gptq", bytes=int(1e6 * mb))
                 for name, mb in sizes.items()
-            ]
+            ],
         )
 
     run: Any = SimpleNamespace(folder="runs/m", artifact_folder=Path)
@@ -142,6 +144,21 @@ def test_a_model_rests_on_the_files_timed_alike(monkeypatch: pytest.MonkeyPatch)
     assert model.basis.startswith("from 3 timed files (CPU, 2 threads); each predicted")
     fixed = build_problem(TABLE, speed=replace(model, rates={}), no_head=True).fixed
     assert fixed.seconds == pytest.approx(model.constant + model.usual * 2 * 64 * 64)
+    assert model.options == {}
+
+
+def test_files_written_otherwise_are_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1 ms less: the three files that round in whole rows, not the two that leave it to the runtime."""
+    files = [profile(f"-{mb}", 1e-3 * (1 + mb)) for mb in (1, 2, 4)]
+    usual = [profile(str(mb), 1e-3 * (2 + mb)) for mb in (1, 2)]
+    model = modelled(monkeypatch, *usual, *files)
+    assert (model.options, model.conditions) == (
+        {"groups": "row"},
+        "CPU, 2 threads, groups row",
+    )
+    assert model.constant == pytest.approx(1e-3, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import scipy  # its parts load on first use: that takes seconds
 
 from kl_lens.base.errors import PlanError
 from kl_lens.run.folder import Run
-from kl_lens.run.records import Profile, SensitivityTable
+from kl_lens.run.records import Artifact, Profile, SensitivityTable
 from kl_lens.run.subjects import current_profiles, recorded_artifact
 from kl_lens.targets import Target
 
@@ -40,6 +40,8 @@ class SpeedModel:
     files: int = 0
     off: float = 0.0  # median error, of each file predicted from the others
     conditions: str = ""  # `CPU, 2 threads`
+    # Of the export: how the timed files were written.
+    options: Mapping[str, str] = field(default_factory=dict)
     # The component that tokens take one row of: its bytes cost no time.
     lookup: str | None = None
 
@@ -61,16 +63,22 @@ class SpeedModel:
 
 
 def speed_model(run: Run, table: SensitivityTable, target: Target) -> SpeedModel:
-    """The model of a target's files on the device on which most were timed. Raises PlanError if there is none."""
+    """The model of a target's files on the device on which most were timed, written with the options of most. Raises
+    PlanError if there is none."""
     groups: dict[str, dict[str, Profile]] = {}
+    written: dict[str, dict[str, str]] = {}
     for profile in current_profiles(run):
         plan = profile.subject.own_plan
         is_timed = "seconds_per_token" in profile.timings
         if plan and is_timed and profile.subject.target == target.name:
             plural = "" if profile.threads == 1 else "s"
+            options = _options(run, profile, target)
             machine = f"{profile.device}, {profile.threads} thread{plural}"
-            groups.setdefault(machine, {})[plan] = profile
-    conditions = max(groups, key=lambda machine: len(groups[machine]), default="")
+            described = (f"{name} {value}" for name, value in options.items())
+            label = ", ".join([machine, *described])
+            groups.setdefault(label, {})[plan] = profile
+            written[label] = options
+    conditions = max(groups, key=lambda label: len(groups[label]), default="")
     profiles = groups.get(conditions, {})
     lookup = table.embedding if table.embedding != table.head else None
     read = {c.name for c in table.candidates if c.name != lookup}
@@ -88,15 +96,27 @@ def speed_model(run: Run, table: SensitivityTable, target: Target) -> SpeedModel
             f"smaller {target.title} files were not reliably faster in this run ({conditions}), so a speed cannot be "
             f"the budget; on a quiet machine, repeat: kl-lens benchmark --run {run.folder} --targets {target.name}"
         )
-    return replace(fit, files=len(files), off=off, conditions=conditions, lookup=lookup)
+    fit = replace(fit, files=len(files), off=off, conditions=conditions)
+    return replace(fit, lookup=lookup, options=written[conditions])
 
 
-def _timed(run: Run, profile: Profile, read: set[str]) -> TimedFile:
+def _artifact(run: Run, profile: Profile) -> Artifact:
     name = f"{profile.subject.target}/{profile.subject.plan}"
     artifact = recorded_artifact(run.artifact_folder(name))
     assert artifact is not None  # or the profile would be outdated
+    return artifact
+
+
+def _options(run: Run, profile: Profile, target: Target) -> dict[str, str]:
+    """Those of its export that change its speed and were not left to the runtime."""
+    settings = _artifact(run, profile).settings
+    chosen = {name: settings.get(name) for name in target.speed_options}
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _timed(run: Run, profile: Profile, read: set[str]) -> TimedFile:
     sizes: Counter[str] = Counter()
-    for tensor in artifact.tensors:
+    for tensor in _artifact(run, profile).tensors:
         if tensor.component in read:
             sizes[tensor.realised.partition("+")[0]] += tensor.bytes
     return TimedFile(sizes, profile.timings["seconds_per_token"].median)

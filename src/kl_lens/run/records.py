@@ -191,6 +191,10 @@ class Measured(Record):
         return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
 
 
+# In a plan's notes: options of the export that it was made for, by keyword. What the user names goes before.
+EXPORT_OPTIONS = "export_options"
+
+
 @dataclass(frozen=True)
 class Plan(Record):
     """Which recipe each component gets. Components not named stay FP16."""

@@ -13,7 +13,7 @@ from kl_lens.base.units import human_bytes
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run, named_plans
-from kl_lens.run.records import Artifact, ExportedTensor, Plan
+from kl_lens.run.records import EXPORT_OPTIONS, Artifact, ExportedTensor, Plan
 from kl_lens.run.subjects import artifact_digest, plan_digest
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
@@ -235,9 +235,8 @@ class Files:
     def written(self, model: LoadedModel, plan: Plan, folder: Path) -> Artifact:
         """A file, and a warning if it replaces another of the same name."""
         keywords = {option.keyword for option in get_target(self.target).options}
-        options = {
-            name: value for name, value in self.options.items() if name in keywords
-        }
+        wanted = plan.notes.get(EXPORT_OPTIONS, {}) | self.options
+        options = {name: value for name, value in wanted.items() if name in keywords}
         earlier = earlier_artifact(folder)
         artifact = write_files(model, plan, self.target, folder, **options)
         if earlier is not None and artifact_digest(earlier) != artifact_digest(artifact):

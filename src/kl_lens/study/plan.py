@@ -19,7 +19,12 @@ from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.planning.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
 from kl_lens.run.folder import INTERACTION, TUNING, Run
 from kl_lens.run.readings import KL
-from kl_lens.run.records import Plan, SensitivityTable, require_own_plan_name
+from kl_lens.run.records import (
+    EXPORT_OPTIONS,
+    Plan,
+    SensitivityTable,
+    require_own_plan_name,
+)
 from kl_lens.run.subjects import plan_digest
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
@@ -472,7 +477,14 @@ def plan_within(
     if speed is None:
         return plan
     events.note(f"about {human_speed(solution.totals.seconds)}, predicted {speed.basis}")
-    return replace(plan, notes=plan.notes | {"speed": speed.basis})
+    notes: dict[str, Any] = {"speed": speed.basis}
+    if speed.options:  # the speed is that of files that were written so
+        notes[EXPORT_OPTIONS] = dict(speed.options)
+        spelled = ", ".join(f"{name} {value}" for name, value in speed.options.items())
+        events.note(
+            f"its file will have the timed files' {spelled}: predicted losses leave that out, kl-lens evaluate shows it"
+        )
+    return replace(plan, notes=plan.notes | notes)
 
 
 def _held(planner: TargetPlanner, plan: Plan) -> str:

@@ -211,6 +211,8 @@ class Files(Required):
 
     # Of its export, besides model, plan and folder.
     options: ClassVar[tuple[ExportOption, ...]] = ()
+    # Keywords of those that change how fast a file is: a plan for speed has those of the files it was predicted from.
+    speed_options: ClassVar[tuple[str, ...]] = ()
     # Whether `export` also takes a model whose weights stay on disk.
     streams: ClassVar[bool] = False
     # What its files hold besides weights.

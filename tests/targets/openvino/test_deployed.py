@@ -1,6 +1,7 @@
 """The PyTorch emulation of OpenVINO's kernels gives what the kernels give, and files say how they want to be run."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import openvino as ov
@@ -10,10 +11,12 @@ import torch
 
 from kl_lens.base.errors import TargetError
 from kl_lens.measuring.perturbation import Perturbation, replacements, swapped
-from kl_lens.run.records import Plan
+from kl_lens.run.records import EXPORT_OPTIONS, Plan
+from kl_lens.study.events import Events
+from kl_lens.study.export import Files
 from kl_lens.targets import SessionSettings, get_target, open_session
 from kl_lens.targets.openvino import constants
-from kl_lens.targets.openvino.folder import IR_FILE
+from kl_lens.targets.openvino.folder import ACTIVATION_GROUPS, IR_FILE
 from kl_lens.targets.openvino.kernels import as_deployed, quantize_groups
 from kl_lens.targets.openvino.session import (
     compile_graph,
@@ -151,6 +154,17 @@ def test_an_unknown_group_is_refused(exported: Callable[..., Exported], tmp_path
         export(
             case.model, Plan("x", {}, "test"), tmp_path / "out", activation_groups="48"
         )
+
+
+def test_a_plan_made_for_fast_files_is_written_like_them(
+    exported: Callable[..., Exported], tmp_path: Path
+) -> None:
+    model = exported("mamba").model
+    plan = Plan("fast", {}, "test", notes={EXPORT_OPTIONS: {"activation_groups": "row"}})
+    for options, number in (({}, f"{2**64 - 1}"), ({"activation_groups": "0"}, "0")):
+        Files("openvino", Events(), options).written(model, plan, tmp_path / number)
+        graph = read_graph(tmp_path / number / IR_FILE)
+        assert graph.get_rt_info(ACTIVATION_GROUPS).astype(str) == number
 
 
 def test_files_are_tried_out_as_they_are_judged(
