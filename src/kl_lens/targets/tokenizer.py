@@ -272,9 +272,8 @@ def chat_renderer(template: str, special: Mapping[str, Any], source: str) -> Ren
         from transformers.utils.chat_template_utils import render_jinja_template
 
         conversation: Any = list(messages)
-        texts: Any
         try:
-            texts, _ = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [conversation],
                 chat_template=template,
                 add_generation_prompt=True,
@@ -284,7 +283,7 @@ def chat_renderer(template: str, special: Mapping[str, Any], source: str) -> Ren
             raise TargetError(
                 f"{source}: its chat template fails: {one_line(error)}"
             ) from error
-        return str(texts[0])
+        return str(rendered[0][0])
 
     return render
 
