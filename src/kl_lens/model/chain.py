@@ -50,7 +50,7 @@ _HALF_ROUNDING = 3e-2
 # models amplify the last bits, so much is allowed.
 _AROUND_KERNELS = 1e-3
 _AROUND_KERNELS_IN_HALF = 1e-1
-# Tokens of the comparison: enough for our attention, which leaves short windows to torch, and no multiple of any chunk.
+# Tokens of the comparison: several chunks, and no multiple of any.
 CHECKED_TOKENS = 136
 
 

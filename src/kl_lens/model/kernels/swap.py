@@ -1,4 +1,4 @@
-"""Replaces the kernels of a model's state-space and attention layers by ours, temporarily.
+"""Replaces the kernels of a model's state-space layers by ours, temporarily.
 
 transformers calls its scans and its table of attention functions by module-level names from each mixer's `forward`.
 Changing those names would change the library for everyone. Instead, within a `with` block, each mixer *instance* gets a
@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from kl_lens.base.accelerators import runs_triton
 from kl_lens.base.errors import UnsupportedError
-from kl_lens.model.kernels.attention import causal_attention, is_faster
 from kl_lens.model.kernels.checking import replacing
 from kl_lens.model.kernels.chunked_scan import chunked_scan, time_steps, tracked_scan
 from kl_lens.model.kernels.head_scan import head_scan
@@ -180,35 +179,6 @@ def _convolve(
     return y.transpose(1, 2).to(hidden_states.dtype)
 
 
-def _attend(
-    original: Function,
-    module: torch.nn.Module,
-    query: T,
-    key: T,
-    value: T,
-    attention_mask: T | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Our causal attention if there is no mask or bias and it is known to be faster; else the library's."""
-    key = _as_stored(key, KEYS)
-    value = _as_stored(value, VALUES)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    extras = [kwargs.get(name) for name in ("position_bias", "cache", "softcap")]
-    usual = causal and not dropout and extras == [None] * 3
-    if (
-        usual
-        and attention_mask is None
-        and _is_inference(query, key, value)
-        and is_faster(query, key)
-    ):
-        return causal_attention(query, key, value, scaling), None
-    options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-    return original(module, query, key, value, attention_mask, **options)
-
-
 def _as_stored(tensor: T, kind: str) -> T:
     """Keys or values (batch, heads, time, width) as they come back from the running block's cache."""
     storage = running_format(kind, tensor.shape[1], tensor.shape[3])
@@ -229,16 +199,24 @@ def _replaced(kernel: str, function: Function) -> Callable[[Function], Function]
 
 
 class _AttentionFunctions:
-    """The library's table of attention functions with ours instead of torch's scaled dot product."""
+    """The library's table of attention functions, which get keys and values as they come back from a cache."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
 
     def get_interface(self, implementation: str, default: Function) -> Function:
-        chosen: Function = self._original.get_interface(implementation, default)
+        attend: Function = self._original.get_interface(implementation, default)
         if implementation != "sdpa":
-            return chosen
-        return replacing("attention", chosen, functools.partial(_attend, chosen))
+            return attend
+
+        def from_cache(
+            module: torch.nn.Module, query: T, key: T, value: T, *args: Any, **kwargs: Any
+        ) -> Any:
+            key = _as_stored(key, KEYS)
+            value = _as_stored(value, VALUES)
+            return attend(module, query, key, value, *args, **kwargs)
+
+        return from_cache
 
     def __getitem__(self, implementation: str) -> Function:
         return self.get_interface(implementation, self._original[implementation])

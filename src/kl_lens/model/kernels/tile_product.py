@@ -1,8 +1,8 @@
 """A small matrix product inside numba kernels: four rows against a panel of 64 columns.
 
-numba has no matrix product that may be called from parallel tasks, and most products of scans and attention are too
-small for a library call anyway. Written as loops, the compiler keeps the sums in memory; so the innermost part is given
-to LLVM as vectors: sixteen columns of four rows stay in registers for the whole depth.
+numba has no matrix product that may be called from parallel tasks, and most products of scans are too small for
+a library call anyway. Written as loops, the compiler keeps the sums in memory; so the innermost part is given to LLVM
+as vectors: sixteen columns of four rows stay in registers for the whole depth.
 """
 
 from __future__ import annotations
