@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kl_lens.base.errors import TextError
+from kl_lens.base.files import LFS_POINTER
 from kl_lens.text import sources
 from kl_lens.text.sources import open_text
 
@@ -91,6 +92,8 @@ def test_of_a_long_text_only_the_beginning_is_read(
     opened = open_text(tmp_path / name)
     assert "".join(document.text for document in opened.documents) == (text * 2)[:1000]
     assert opened.note.endswith("is long: its first 1,000 characters are used")
+    write(tmp_path / "exact" / "a.txt", ("x" * 1000).encode())
+    assert not open_text(tmp_path / "exact").note
 
 
 # What cannot
@@ -146,6 +149,7 @@ BAD_FILES = {
     ),
     "no parquet at all": ("a.parquet", b"plain text", "not a readable Parquet file"),
     "empty parquet": ("a.parquet", b"", "empty"),
+    "pointer": ("a.txt", LFS_POINTER + b"/spec/v1", "a pointer of Git LFS; run `git lfs"),
     "unknown suffix": (
         "a.docx",
         b"x",
