@@ -14,7 +14,6 @@ from kl_lens.model.architectures.mambavision import (
     MambaVisionConfig,
     MambaVisionForImageClassification,
 )
-from kl_lens.text.images import Preparation
 
 CLASSES = 10
 _COMMON = {"num_labels": CLASSES, "num_channels": 1, "hidden_act": "gelu"}
@@ -45,9 +44,8 @@ def mambavision(**settings: object) -> nn.Module:
         MambaVisionConfig(**{**stages, **small, **settings})
     )
     for module in model.modules():
-        if isinstance(
-            module, nn.BatchNorm2d
-        ):  # as after training: no norm is the identity
+        # As after training: no norm is the identity.
+        if isinstance(module, nn.BatchNorm2d):
             for values in (module.weight, module.running_var):
                 nn.init.uniform_(values, 0.5, 1.5)
             nn.init.normal_(module.bias, std=0.2)
@@ -92,7 +90,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "swin": swin,
     "timm's manner": InSequence,
 }
-PREPARATION = Preparation(8, 8, mean=(0.3,), std=(0.4,))
+PROCESSOR = transformers.ViTImageProcessorPil(
+    size={"height": 8, "width": 8}, image_mean=[0.3], image_std=[0.4]
+)
 
 
 def classifier(name: str, seed: int = 0) -> LoadedModel:
@@ -101,7 +101,7 @@ def classifier(name: str, seed: int = 0) -> LoadedModel:
     for parameter in model.parameters():
         if parameter.dim() == 2:  # large enough that quantization shows
             parameter.normal_(std=2 / parameter.shape[1] ** 0.5)
-    task = ImageTask(PREPARATION, CLASSES)
+    task = ImageTask(PROCESSOR, CLASSES)
     task.head(model).weight.mul_(2 / task.forward(model, task.sample(model, 1, 16)).std())  # type: ignore[operator]
     return LoadedModel(name, Path(), model, None, source=name, classifier=task)
 
@@ -109,7 +109,7 @@ def classifier(name: str, seed: int = 0) -> LoadedModel:
 def save(folder: Path, model: LoadedModel) -> Path:
     """The classifier as a folder in the hub's layout."""
     model.model.save_pretrained(folder)  # type: ignore[operator]
-    PREPARATION.write(folder)
+    PROCESSOR.save_pretrained(folder)
     return folder
 
 

@@ -16,20 +16,22 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch.nn import functional
+from transformers import ViTImageProcessorPil
 
 from kl_lens.model.architectures.mambavision import (
     MambaVisionConfig,
     MambaVisionForImageClassification,
     MambaVisionMixer,
 )
-from kl_lens.text.images import Preparation
 
 SPLITS = {
     "train": 1088,
     "valid": 272,
     "test": 437,
 }  # 1,797 in all; the first two in whole windows of 16
-PREPARATION = Preparation(16, 16, mode="bilinear", mean=(0.3,), std=(0.35,))
+PROCESSOR = ViTImageProcessorPil(
+    size={"height": 16, "width": 16}, image_mean=[0.3], image_std=[0.35]
+)
 SETTINGS = {
     "dim": 16,
     "in_dim": 16,
@@ -72,14 +74,11 @@ def read_images(folder: Path) -> Data:
     with np.load(folder / "digits.npz") as stored:
         return {
             split: (
-                torch.from_numpy(
-                    np.stack(
-                        [
-                            PREPARATION.normalised(PREPARATION.prepare(i[..., None]))
-                            for i in stored[f"{split}_images"]
-                        ]
-                    )
-                ),
+                PROCESSOR(
+                    [*stored[f"{split}_images"][:, None]],
+                    input_data_format="channels_first",
+                    return_tensors="pt",
+                )["pixel_values"],
                 torch.from_numpy(stored[f"{split}_labels"].astype(np.int64)),
             )
             for split in SPLITS
@@ -198,7 +197,7 @@ def publish(
     )
     (folder / "model.safetensors").chmod(0o644)
     model.config.save_pretrained(folder)
-    PREPARATION.write(folder)
+    PROCESSOR.save_pretrained(folder)
     again = MambaVisionForImageClassification.from_pretrained(folder, dtype=torch.float32)
     scores = {split: judged(again, data[split]) for split in SPLITS}
     record = {

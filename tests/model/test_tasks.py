@@ -10,15 +10,14 @@ from torch.nn import functional
 
 from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.perturbation import find_candidates
-from kl_lens.model import load
+from kl_lens.model import ImageTask, load
 from kl_lens.model.kernels.checking import InDouble
-from kl_lens.text.images import pixels_of
 from kl_lens.weights.recipes import Recipe
-from tests.classifiers import CLASSES, MODELS, PREPARATION, classifier, mambavision, save
+from tests.classifiers import CLASSES, MODELS, PROCESSOR, classifier, mambavision, save
 
 
 def _pixels(ids: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(PREPARATION.normalised(pixels_of(ids.flatten().tolist())))
+    return torch.from_numpy(ImageTask(PROCESSOR, CLASSES).inputs(ids.flatten().tolist()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -202,7 +201,7 @@ def test_a_folder_in_the_hubs_layout_opens_without_its_own_code(tmp_path: Path) 
     model = load(folder)
     assert model.task.name == "image"
     assert model.classifier is not None
-    assert model.classifier.preparation.shape == (1, 8, 8)
+    assert model.classifier.shape == (1, 8, 8)
     ids = model.task.sample(model.model, 1, 2)
     expected = classifier("mambavision").model(_pixels(ids)).logits
     torch.testing.assert_close(model.chain.full_logits(ids)[0], expected)

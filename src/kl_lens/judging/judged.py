@@ -29,7 +29,7 @@ from kl_lens.base.files import RECORD_FILE
 from kl_lens.judging.torch_session import TorchSession
 from kl_lens.model import ImageTask, LanguageTask, LoadedModel, Task
 from kl_lens.model.files import read_config
-from kl_lens.model.tasks import IMAGE
+from kl_lens.model.images import IMAGE
 from kl_lens.run.folder import ALL_PLANS, Run, named_plans
 from kl_lens.run.records import ORIGINAL, PLAN, Plan, Subject, checked_plan_name
 from kl_lens.run.subjects import (

@@ -2,8 +2,9 @@
 
 from kl_lens.model.anatomy import Anatomy, anatomy_of
 from kl_lens.model.chain import BlockCalls, Chain, States
+from kl_lens.model.images import ImageTask, own_images
 from kl_lens.model.opening import LoadedModel, load, model_folder, pinned
-from kl_lens.model.tasks import ImageTask, LanguageTask, Task, own_images
+from kl_lens.model.tasks import LanguageTask, Task
 from kl_lens.model.tokenizer import load_tokenizer
 
 __all__ = [

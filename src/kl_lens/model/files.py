@@ -41,17 +41,18 @@ _ALWAYS_FINE = 1000  # sizes below this are never refused
 
 @contextmanager
 def refusing(
-    message: str | Callable[[], str],
+    message: str | Callable[[Exception], str],
     kinds: tuple[type[Exception], ...] = (Exception,),
 ) -> Iterator[None]:
-    """Within the block, errors of libraries (default: all) become a `CheckpointError` with this message."""
+    """Within the block, errors of libraries (default: all; over a strange setting they can be anything) become a
+    `CheckpointError`: this message and the error's own, or what a function says about the error."""
     try:
         yield
     except CheckpointError:
         raise
     except kinds as error:
-        said = message if isinstance(message, str) else message()
-        raise CheckpointError(f"{said} ({one_line(error)})") from error
+        line = f"{message} ({one_line(error)})" if isinstance(message, str) else ""
+        raise CheckpointError(line or message(error)) from error  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def stored_tensors(folder: Path) -> list[Stored]:
 def _contents(path: Path) -> Iterator[Stored]:
     if path.suffix == ".safetensors":
         with (
-            refusing(lambda: f"{path} {damage(path)}"),
+            refusing(lambda error: f"{path} {damage(path)} ({one_line(error)})"),
             safe_open(path, framework="numpy"),  # checks it
             path.open("rb") as file,
         ):
@@ -198,19 +199,15 @@ def _contents(path: Path) -> Iterator[Stored]:
             start = 8 + length + begin
             yield Stored(path, name, entry["dtype"], shape, end - begin, start)
         return
-    try:
-        tensors = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)
-        )
-        for name, tensor in tensors.items():
+    advice = "or convert it to safetensors with the tool that made it: it may hold more than tensors"
+    with refusing(
+        lambda error: f"{path} {damage(path)}, {advice} ({one_line(error, 80)})"
+    ):
+        options = {"weights_only": True, "mmap": is_zipfile(path)}
+        for name, tensor in torch.load(path, map_location="cpu", **options).items():
             shape = tuple(tensor.shape)
             kind = dtype_name(tensor)
             yield Stored(path, name, kind, shape, tensor.nbytes, pickled=tensor)
-    except Exception as error:  # the unpickler raises many kinds of errors
-        raise CheckpointError(
-            f"{path} {damage(path)}, or convert it to safetensors with the tool that made it: it may hold more than "
-            f"tensors ({one_line(error, 80)})"
-        ) from error
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -284,12 +281,11 @@ def _read_json(path: Path) -> Any:
             raise ValueError("it contains NaN")
         return float(constant)
 
-    try:
+    with refusing(
+        lambda error: f"{path} {damage(path)} (not valid JSON: {one_line(error)})",
+        (ValueError, RecursionError),  # ValueError: not JSON or not UTF-8
+    ):
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_nan)
-    except (ValueError, RecursionError) as error:  # ValueError: not JSON or not UTF-8
-        raise CheckpointError(
-            f"{path} {damage(path)} (not valid JSON: {one_line(error)})"
-        ) from error
 
 
 def and_more(items: Sequence[Any]) -> str:

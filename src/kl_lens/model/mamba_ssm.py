@@ -12,7 +12,8 @@ from typing import Any
 
 import transformers
 
-from kl_lens.base.errors import CheckpointError, one_line
+from kl_lens.base.errors import CheckpointError
+from kl_lens.model.files import refusing
 
 
 def is_layout(config: dict[str, Any]) -> bool:
@@ -43,7 +44,7 @@ def configuration(folder: Path, config: dict[str, Any]) -> transformers.Pretrain
         raise CheckpointError(
             f"{folder} has {unsupported[0]}, which transformers' Mamba does not compute"
         )
-    try:
+    with refusing(f"{folder}: config.json is not of a model"):
         width = config["d_model"]
         multiple = int(config.get("pad_vocab_size_multiple", 8))
         common = {
@@ -74,7 +75,3 @@ def configuration(folder: Path, config: dict[str, Any]) -> transformers.Pretrain
             chunk_size=settings.get("chunk_size", 256),
             time_step_limit=tuple(settings.get("dt_limit", (0.0, math.inf))),
         )
-    except Exception as error:  # a library may raise anything for a strange setting
-        raise CheckpointError(
-            f"{folder}: config.json is not of a model: {one_line(error)}"
-        ) from error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,6 +21,7 @@ from kl_lens.model.anatomy import Anatomy, anatomy_of, groups_of, normalise_per_
 from kl_lens.model.beginning import Beginning
 from kl_lens.model.chain import Chain, warn
 from kl_lens.model.hub import Watch, download, pinned_name
+from kl_lens.model.images import ImageTask, is_classifier, own_images
 from kl_lens.model.residency import (
     AUTO,
     DISK,
@@ -30,27 +31,13 @@ from kl_lens.model.residency import (
     weightless,
 )
 from kl_lens.model.streaming import CheckpointTensors, join_twins
-from kl_lens.model.tasks import (
-    IMAGE,
-    TEXT,
-    ImageTask,
-    LanguageTask,
-    Task,
-    model_type,
-    own_images,
-    task_of,
-    vocabulary_size,
-)
+from kl_lens.model.tasks import LanguageTask, Task, vocabulary_size
 from kl_lens.model.tokenizer import load_tokenizer
 from kl_lens.run.positions import context_of
 from kl_lens.run.records import Component
 from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
-_LOADERS: dict[str, Any] = {
-    TEXT: transformers.AutoModelForCausalLM,
-    IMAGE: transformers.AutoModelForImageClassification,
-}
 # What torch raises for a device that it lacks, or that has no room.
 _DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
 
@@ -248,7 +235,9 @@ def load(
         name=folder.name if is_folder else identity.partition("@")[0],
         folder=folder,
         config=config,
-        task=IMAGE if images else task_of(config),
+        classifier=ImageTask.of(folder, config, images)
+        if images or is_classifier(config)
+        else None,
         dtype=compute_dtype,
         device=_device(device, folder, compute_dtype, weights),
         trusted=trust_remote_code,
@@ -258,12 +247,9 @@ def load(
     return replace(
         opened,
         tokenizer=reader,
-        beginning=Beginning(None if checkpoint.task == IMAGE else reader, bos),
+        beginning=Beginning(None if checkpoint.classifier else reader, bos),
         source=str(folder.resolve()) if is_folder else identity,
         tokenizer_source=None if tokenizer is None else str(tokenizer),
-        classifier=ImageTask.of(folder, config, images)
-        if checkpoint.task == IMAGE
-        else None,
     )
 
 
@@ -307,7 +293,7 @@ class _Checkpoint:
     name: str
     folder: Path
     config: dict[str, Any]
-    task: str
+    classifier: ImageTask | None
     dtype: torch.dtype
     device: torch.device
     trusted: bool
@@ -329,6 +315,7 @@ class _Checkpoint:
             model,
             None,
             layout="mamba_ssm" if self._is_ssm else "transformers",
+            classifier=self.classifier,
             residency=residency,
             digest=None if reading is None else reading.fingerprint,
             not_on_disk=not_on_disk,
@@ -343,9 +330,15 @@ class _Checkpoint:
     def _is_ssm(self) -> bool:
         return mamba_ssm.is_layout(self.config)
 
+    @property
+    def _class(self) -> Any:
+        if self.classifier:
+            return transformers.AutoModelForImageClassification
+        return transformers.AutoModelForCausalLM
+
     def _on_disk(self, weights: str, budget: int | None) -> tuple[Residency | None, str]:
         """A language model whose weights stay on disk, if they belong there; else why they cannot, if they should."""
-        stays = self.task == TEXT and belongs_on_disk(
+        stays = not self.classifier and belongs_on_disk(
             self.folder, self.dtype, self.device, weights, budget
         )
         if not stays:
@@ -360,7 +353,7 @@ class _Checkpoint:
     def _read_directly(self) -> Residency | None:
         """A language model that is read straight to the device; None: transformers has to load it."""
         on_gpu = self.device.type == "cuda" and self.dtype == torch.float32
-        if not self._is_ssm and not (on_gpu and self.task == TEXT):
+        if not self._is_ssm and (self.classifier or not on_gpu):
             return None
         try:
             return self._streamed(None, whole=True)
@@ -375,24 +368,12 @@ class _Checkpoint:
             # and opens other files, through the host's memory; if it cannot, it says what is wrong.
             return None
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Says in one line what a library raises within the block: over a strange setting, that can be anything."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                why_not_loaded(self.folder, self.config, error)
-            ) from error
-
     def _streamed(self, budget: int | None, *, whole: bool = False) -> Residency:
         """A language model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
         files.refuse_quantized(self.folder, self.config, "use --weights memory")
         parsed, _ = self._parsed()
-        with self._explained(), weightless():
-            model = _LOADERS[TEXT].from_config(
+        with files.refusing(self._why_not_loaded), weightless():
+            model = self._class.from_config(
                 parsed, dtype=self.dtype, trust_remote_code=self.trusted
             )
         return Residency(model, self.folder, self.dtype, self.device, budget, whole=whole)
@@ -400,9 +381,9 @@ class _Checkpoint:
     def _loaded(self) -> torch.nn.Module:
         """By transformers."""
         parsed, empty = self._parsed()
-        with self._explained():
+        with files.refusing(self._why_not_loaded):
             try:
-                model, info = _LOADERS[self.task].from_pretrained(
+                model, info = self._class.from_pretrained(
                     self.folder,
                     config=parsed,
                     dtype=self.dtype,
@@ -412,7 +393,7 @@ class _Checkpoint:
                     trust_remote_code=self.trusted,
                 )
             except RuntimeError:
-                if self.task == TEXT:  # names what transformers cannot join
+                if not self.classifier:  # names what transformers cannot join
                     CheckpointTensors(self.folder, empty).close()
                 raise
         files.refuse_misfits(
@@ -431,7 +412,7 @@ class _Checkpoint:
             # They would quantize what is converted or saved from here.
             model._weight_conversions = None
         files.refuse_broken_numbers(self.folder, model.state_dict().items())
-        if self.task == TEXT:
+        if not self.classifier:
             join_twins(
                 model,
                 lambda *names: torch.equal(*map(model.get_parameter, names)),
@@ -443,7 +424,7 @@ class _Checkpoint:
         the files."""
         folder = self.folder
         config = self.config
-        kind = model_type(config)
+        kind = config.get("model_type")
         is_known = self._is_ssm or kind in transformers.CONFIG_MAPPING
         if "auto_map" in config and not self.trusted and not is_known:
             code = config["auto_map"].get("AutoModelForCausalLM", "auto_map")
@@ -455,7 +436,7 @@ class _Checkpoint:
                 f"{folder / 'config.json'}: transformers {transformers.__version__} does not know model_type {kind!r}; "
                 "update transformers, or use a checkpoint with its own code (--trust-remote-code)"
             )
-        with self._explained():
+        with files.refusing(self._why_not_loaded):
             parsed: Any = (
                 mamba_ssm.configuration(folder, config)
                 if self._is_ssm
@@ -464,9 +445,7 @@ class _Checkpoint:
                 )
             )
             with torch.device("meta"):  # names and shapes only
-                empty = _LOADERS[self.task].from_config(
-                    parsed, trust_remote_code=self.trusted
-                )
+                empty = self._class.from_config(parsed, trust_remote_code=self.trusted)
         wanted = sum(p.numel() for p in empty.parameters())
         stored = files.weight_bytes(folder)
         # Before memory is allocated: no checkpoint stores a parameter in less than two bits.
@@ -482,20 +461,19 @@ class _Checkpoint:
             parsed.rescale_every = 0  # the same function with the weights of the file
         return parsed, empty
 
-
-def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
-    """One line about a library's error over a checkpoint."""
-    # An unknown name, for example of an activation function.
-    if isinstance(error, KeyError):
-        for name, value in config.items():
-            if isinstance(value, str) and error.args == (value,):
-                return f"{folder / 'config.json'}: {name} is {value!r}, which transformers does not know"
-    if method := files.quant_method(config):
-        return (
-            f"{folder}: the weights are already quantized ({method}), and transformers cannot turn them into floats "
-            f"({one_line(error)}); {files.ORIGINAL}"
-        )
-    return f"{folder} could not be loaded: {type(error).__name__}: {one_line(error)}"
+    def _why_not_loaded(self, error: Exception) -> str:
+        """One line about a library's error over a checkpoint."""
+        # An unknown name, for example of an activation function.
+        if isinstance(error, KeyError):
+            for name, value in self.config.items():
+                if isinstance(value, str) and error.args == (value,):
+                    return f"{self.folder / 'config.json'}: {name} is {value!r}, which transformers does not know"
+        if method := files.quant_method(self.config):
+            return (
+                f"{self.folder}: the weights are already quantized ({method}), and transformers cannot turn them into "
+                f"floats ({one_line(error)}); {files.ORIGINAL}"
+            )
+        return f"{self.folder} could not be loaded: {type(error).__name__}: {one_line(error)}"
 
 
 def _device(

@@ -13,7 +13,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
-from kl_lens.base.errors import CheckpointError
+from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.base.files import damage
 from kl_lens.model.files import refusing
 from kl_lens.model.hub import download
@@ -40,7 +40,7 @@ def load_tokenizer(
             f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
         )
     # tokenizers raises bare Exception on a broken tokenizer.json
-    with refusing(lambda: _unreadable(path)):
+    with refusing(lambda error: f"{_unreadable(path)} ({one_line(error)})"):
         if is_file and path.suffix == ".txt":
             tokenizer: Any = _listed_tokenizer(path)
         elif is_file:

@@ -124,7 +124,7 @@ def export(
     model.config.save_pretrained(folder)
     notes = write_beside(model, folder, with_tokenizer=options.with_tokenizer)
     if task:
-        task.preparation.write(folder)
+        task.processor.save_pretrained(folder)
     elif options.with_tokenizer and options.static_tokens is None:
         notes += filter(None, [write_tokenizer(model.tokenizer, folder)])
     if notes := notes + _slow_formats(chosen):

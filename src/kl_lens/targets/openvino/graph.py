@@ -36,7 +36,6 @@ from kl_lens.targets.openvino.capture import (
 )
 from kl_lens.targets.openvino.folder import IR_FILE
 from kl_lens.targets.session import SessionSettings
-from kl_lens.text.images import Preparation
 from kl_lens.weights.store import state_of
 
 Made = TypeVar("Made")
@@ -123,9 +122,7 @@ def _prove(model: nn.Module, family: str) -> None:
         )
 
 
-def _session(
-    graph: ov.Model, preparation: Preparation | None = None
-) -> session.OpenVINOSession:
+def _session(graph: ov.Model, task: ImageTask | None = None) -> session.OpenVINOSession:
     """As an export would be: rewritten, saved, read again."""
     shipped = graph.clone()
     rewrites.name_head(shipped)
@@ -134,7 +131,7 @@ def _session(
         path = Path(folder) / IR_FILE
         ov.save_model(shipped, path, compress_to_fp16=False)
         exact = SessionSettings(exact=True)
-        return session.loaded(path, exact, preparation)
+        return session.loaded(path, exact, task)
 
 
 class _Classifier(nn.Module):
@@ -149,14 +146,12 @@ class _Classifier(nn.Module):
 
 def image_graph_of(model: nn.Module, task: ImageTask) -> ov.Model:
     """An image classifier: one prepared image in, logits out, no state. Cached, with every weight in float32."""
-    return _remembered(
-        model, task.preparation, partial(_build_images, model, task)
-    ).clone()
+    return _remembered(model, task.key, partial(_build_images, model, task)).clone()
 
 
 def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
     """No architecture is listed: a graph whose logits on noise differ from PyTorch's is refused."""
-    shape = task.preparation.shape
+    shape = task.shape
     with torch.no_grad():
         graph = convert_quietly(_Classifier(model), (torch.zeros(1, *shape),))
     graph.reshape([1, *shape])
@@ -166,7 +161,7 @@ def _build_images(model: nn.Module, task: ImageTask) -> ov.Model:
     ids = task.sample(model, 1, 4)
     with torch.inference_mode():
         expected = task.forward(model, ids)[0].float().cpu().numpy()
-    logits = _session(graph, task.preparation).logits(ids[0].tolist())
+    logits = _session(graph, task).logits(ids[0].tolist())
     off = float(np.abs(logits - expected).max() / np.abs(expected).max())
     if not off <= PROOF_SHARE:
         raise TargetError(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,9 @@ from kl_lens.targets.openvino import scans
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import HEAD_NODE, is_gated
 from kl_lens.targets.session import CACHES, Logits, Session, SessionSettings
-from kl_lens.text.images import Preparation, pixels_of
+
+if TYPE_CHECKING:
+    from kl_lens.model.images import ImageTask
 
 IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
@@ -53,9 +55,12 @@ def open_session(folder: Path, settings: SessionSettings) -> OpenVINOSession:
         raise TargetError(
             f"{folder} was exported with --static-tokens, for benchmark_app; export it without to run it here"
         )
-    is_images = artifact.settings.get("task") == "image"
-    preparation = Preparation.of(folder, {}) if is_images else None
-    session = loaded(graph_file(folder), settings, preparation)
+    task = None
+    if artifact.settings.get("task") == "image":
+        from kl_lens.model.images import ImageTask
+
+        task = ImageTask.of(folder, {})
+    session = loaded(graph_file(folder), settings, task)
     session.description["mode"] = "exact" if settings.exact else "deployed"
     session.description["plan"] = artifact.plan
     if not settings.exact and (caches := artifact.settings.get(CACHES)):
@@ -64,12 +69,12 @@ def open_session(folder: Path, settings: SessionSettings) -> OpenVINOSession:
 
 
 def loaded(
-    path: Path, settings: SessionSettings, preparation: Preparation | None = None
+    path: Path, settings: SessionSettings, task: ImageTask | None = None
 ) -> OpenVINOSession:
-    """A session of one of our graphs. `preparation`: of the images that it classifies."""
+    """A session of one of our graphs. `task`: of a classifier."""
     graph = read_graph(path)
-    if preparation is not None:
-        return ImageSession(graph, path.parent, settings, preparation)
+    if task is not None:
+        return ImageSession(graph, path.parent, settings, task)
     _fix_sequences(graph)
     _choose_rows(graph)
     return OpenVINOSession(graph, path.parent, settings)
@@ -200,21 +205,20 @@ class OpenVINOSession(Session):
 
 
 class ImageSession(OpenVINOSession):
-    """Classifies one image at a time, by the ids of `kl_lens.text.images`."""
+    """Classifies one image at a time, by the ids of `kl_lens.model.images`."""
 
     def __init__(
         self,
         graph: ov.Model,
         path: Path,
         settings: SessionSettings,
-        preparation: Preparation,
+        task: ImageTask,
     ) -> None:
         super().__init__(graph, path, settings)
-        self._preparation = preparation
+        self._task = task
 
     def logits(self, ids: Sequence[int]) -> Logits:
-        images = self._preparation.normalised(pixels_of(ids))
-        return np.stack([self._infer([image[None]]) for image in images])
+        return np.stack([self._infer([image[None]]) for image in self._task.inputs(ids)])
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
         raise TargetError(
