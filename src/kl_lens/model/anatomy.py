@@ -330,6 +330,20 @@ class _Watcher(TorchFunctionMode):
                 )
 
 
+def turn_matrices(model: nn.Module) -> None:
+    """Linear maps of GPT-2 and its kin keep their matrices transposed; makes them `Linear`, in place, because formats
+    have their blocks along the inputs."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if type(module).__name__ != "Conv1D":
+            continue
+        weight = module.weight.detach().T.contiguous()
+        module.__class__ = nn.Linear
+        module.out_features, module.in_features = weight.shape
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        module.is_turned = True
+
+
 # The gated norm of Mamba-2 layers with several groups. mamba_ssm, which these models are trained with, normalises each
 # group of channels by itself (`group_size = d_ssm // ngroups`), and llama.cpp follows. transformers does it for Zamba2,
 # Falcon-H1 and Nemotron-H. For the families below it normalises over all groups at once, except in mamba_ssm's fused

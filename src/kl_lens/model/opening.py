@@ -17,7 +17,13 @@ import transformers
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.files import reference_path
 from kl_lens.model import architectures, files, mamba_ssm
-from kl_lens.model.anatomy import Anatomy, anatomy_of, groups_of, normalise_per_group
+from kl_lens.model.anatomy import (
+    Anatomy,
+    anatomy_of,
+    groups_of,
+    normalise_per_group,
+    turn_matrices,
+)
 from kl_lens.model.beginning import Beginning
 from kl_lens.model.chain import Chain, warn
 from kl_lens.model.hub import Watch, download, pinned_name
@@ -63,6 +69,7 @@ class LoadedModel:
 
     def __post_init__(self) -> None:
         normalise_per_group(self.model)
+        turn_matrices(self.model)
         if self.classifier is None and self.beginning.tokenizer is not self.tokenizer:
             self.beginning = Beginning(self.tokenizer)
 
@@ -376,6 +383,7 @@ class _Checkpoint:
             model = self._class.from_config(
                 parsed, dtype=self.dtype, trust_remote_code=self.trusted
             )
+        turn_matrices(model)
         return Residency(model, self.folder, self.dtype, self.device, budget, whole=whole)
 
     def _loaded(self) -> torch.nn.Module:

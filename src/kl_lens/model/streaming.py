@@ -74,10 +74,12 @@ class _Assembly:
     parts: tuple[tuple[str | None, Stored], ...]
     converter: WeightConverter | None
     config: Any
+    is_turned: bool  # stored transposed
 
     def made(self, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
         if self.converter is None:
-            return read(self.parts[0][1])
+            tensor = read(self.parts[0][1])
+            return tensor.T.contiguous() if self.is_turned else tensor
         tensors: dict[Any, Any] = defaultdict(list)
         for pattern, part in self.parts:
             tensors[pattern].append(read(part))
@@ -252,6 +254,11 @@ def _assemblies(folder: Path, model: Any) -> dict[str, _Assembly]:
         for pattern in transform.source_patterns
     }
     wanted = model.state_dict()
+    turned = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if hasattr(module, "is_turned")
+    }
     parts: dict[str, list[tuple[str | None, Stored]]] = defaultdict(list)
     tensors = stored_tensors(folder)
     for tensor in sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name)):
@@ -265,6 +272,8 @@ def _assemblies(folder: Path, model: Any) -> dict[str, _Assembly]:
             pattern = None
         parts[name].append((pattern, tensor))
     return {
-        name: _Assembly(tuple(members), owners.get(members[0][0] or ""), model.config)
+        name: _Assembly(
+            tuple(members), owners.get(members[0][0] or ""), model.config, name in turned
+        )
         for name, members in parts.items()
     }

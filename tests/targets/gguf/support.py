@@ -79,7 +79,115 @@ def _qwen3_5() -> transformers.PretrainedConfig:
     )
 
 
+# Heads that share keys, and of another size than width / heads.
+_UNEVEN = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+}
+_EVEN = _UNEVEN | {"head_dim": 16}
+_ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+
+
+def _uneven(name: str, **settings: Any) -> Callable[[], transformers.PretrainedConfig]:
+    return families._bare(name, **{**_UNEVEN, "rope_parameters": _ROPE, **settings})
+
+
+def _long_rope(dimensions: int) -> dict[str, Any]:
+    half = dimensions // 2
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 5000.0,
+        "partial_rotary_factor": 1.0,
+        "short_factor": [1.0 + index / half for index in range(half)],
+        "long_factor": [2.0 + 2 * index for index in range(half)],
+        "original_max_position_embeddings": 512,
+    }
+
+
+def _gemma3(**settings: Any) -> Callable[[], transformers.PretrainedConfig]:
+    rope = {"sliding_attention": _ROPE, "full_attention": _LINEAR}
+    common = {"num_hidden_layers": 7, "query_pre_attn_scalar": 32, "sliding_window": 8}
+    return _uneven("Gemma3TextConfig", rope_parameters=rope, **common, **settings)
+
+
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": _uneven("LlamaConfig"),
+    "llama tied, with biases": _uneven(
+        "LlamaConfig", tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "llama 3": _uneven("LlamaConfig", rope_parameters=_LLAMA_3),
+    "llama with yarn": _uneven("LlamaConfig", rope_parameters=_YARN),
+    "mistral": _uneven("MistralConfig", sliding_window=None, tie_word_embeddings=True),
+    "mistral with linear rope": _uneven(
+        "MistralConfig", sliding_window=None, rope_parameters=_LINEAR
+    ),
+    "qwen2": _uneven("Qwen2Config", head_dim=16),
+    "qwen2 tied, with yarn": _uneven(
+        "Qwen2Config", head_dim=16, tie_word_embeddings=True, rope_parameters=_YARN
+    ),
+    "qwen3": _uneven("Qwen3Config"),
+    "qwen3 tied, with yarn": _uneven(
+        "Qwen3Config", tie_word_embeddings=True, rope_parameters=_YARN
+    ),
+    "qwen3_moe": _uneven(
+        "Qwen3MoeConfig", num_experts=4, norm_topk_prob=True, **families._EXPERTS
+    ),
+    "gemma3": _gemma3(),
+    "gemma3 untied, capped": _gemma3(
+        tie_word_embeddings=False, final_logit_softcapping=5.0
+    ),
+    "phi3": _uneven("Phi3Config", head_dim=16),
+    "phi3 tied, with longrope": _uneven(
+        "Phi3Config",
+        head_dim=16,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=512,
+        rope_parameters=_long_rope(16),
+    ),
+    "granite": _uneven(
+        "GraniteConfig",
+        logits_scaling=3.0,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.3,
+    ),
+    "granite tied, with biases": _uneven(
+        "GraniteConfig",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=_LLAMA_3,
+    ),
+    "olmo2": _uneven("Olmo2Config", head_dim=16),
+    "olmo2 with yarn": _uneven("Olmo2Config", head_dim=16, rope_parameters=_YARN),
+    "gpt2": families.OTHERS["gpt2"],
+    "smollm3": _uneven("SmolLM3Config", num_hidden_layers=5),
+    "smollm3 untied, with linear rope": _uneven(
+        "SmolLM3Config",
+        num_hidden_layers=5,
+        tie_word_embeddings=False,
+        rope_parameters=_LINEAR,
+    ),
     "mamba": families.CONFIGS["mamba"],
     "mamba without convolution bias": lambda: transformers.MambaConfig(
         **_COMMON, num_hidden_layers=2, state_size=8, use_conv_bias=False
@@ -99,6 +207,12 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         num_experts_per_tok=0,
         position_embedding_type="rope",
         attention_multiplier=0.3,
+    ),
+    "granitemoehybrid of attention only": lambda: _granite(
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        layer_types=["attention"] * 4,
+        position_embedding_type="rope",
     ),
     "granitemoehybrid with groups": lambda: _granite(mamba_n_groups=2),
     "bamba": families.CONFIGS["bamba"],

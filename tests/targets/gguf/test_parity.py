@@ -52,7 +52,8 @@ def test_float32_logits_equal_pytorch(name: str, tmp_path: Path) -> None:
         assert isinstance(session, Session)
         found = session.logits(IDS[0].tolist())
         assert found.shape == expected.shape
-        limit = 1e-4 * max(1.0, float(np.ptp(expected)) / 4)
+        table = model.config.model_type in ("gemma3_text", "gpt2")  # of GELU, in F16
+        limit = (1e-3 if table else 2.5e-5) * max(4.0, float(np.ptp(expected)))
         assert np.abs(found - expected).max() < limit
         session.reset()
         first = session.prefill(IDS[0, :30].tolist())
@@ -184,7 +185,9 @@ REFUSED = {
     "gates first": lambda: CONFIGS["falcon_h1"]().__class__(
         **_COMMON, mamba_rms_norm=True, mamba_norm_before_gate=True
     ),
-    "only attention layers": lambda: support._granite(layer_types=["attention"] * 4),
+    "llama.cpp's granite is dense": lambda: support._granite(
+        layer_types=["attention"] * 4
+    ),
     "only one kind per model": lambda: support._nemotron(
         "mlp", layers_block_type=["mamba", "mlp", "attention", "moe"]
     ),
@@ -197,7 +200,7 @@ REFUSED = {
     "llama.cpp runs minimax models, but KL Lens": lambda: transformers.MiniMaxConfig(
         **_COMMON
     ),
-    "it writes bailing_hybrid, bamba, falcon_h1": lambda: transformers.LlamaConfig(
+    "it writes bailing_hybrid, bamba, falcon_h1": lambda: transformers.MixtralConfig(
         **_COMMON
     ),
 }

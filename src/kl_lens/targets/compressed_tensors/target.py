@@ -76,6 +76,10 @@ class CompressedTensorsTarget(FolderTarget):
             return FP16, f"{recipe}: {why}; stored as {FP16}"
         return fitting, reason
 
+    def unsupported(self, model_type: str) -> str | None:
+        reason = "transformers keeps gpt2's matrices transposed, which compressed-tensors does not read"
+        return reason if model_type == "gpt2" else None
+
     def keeps(self, component: Component) -> str | None:
         if component.kind == "embedding" or component.tied_with:
             return "transformers and vLLM read embeddings, and weights that are tied to others, in 16 bits"
@@ -175,7 +179,9 @@ class VLLMTarget(CompressedTensorsTarget):
 
     def unsupported(self, model_type: str) -> str | None:
         mamba1 = model_type in ("mamba", "falcon_mamba", "jamba")
-        return "vLLM does not quantize Mamba-1 layers" if mamba1 else None
+        if mamba1:
+            return "vLLM does not quantize Mamba-1 layers"
+        return super().unsupported(model_type)
 
 
 class VLLMCPUTarget(VLLMTarget):

@@ -128,7 +128,7 @@ def fitting(wanted: Recipe, shape: tuple[int, ...]) -> tuple[Recipe, str | None]
 def _decide(
     rule: TensorRule, shapes: Shapes, recipes: Mapping[str, Recipe | None], fallback: bool
 ) -> TensorJob:
-    shape = rule.shape or ()
+    shape: tuple[int, ...] = (len(rule.constant),)
     component = rule.name
     if rule.parameter is not None:
         source = shapes[rule.parameter]

@@ -63,6 +63,14 @@ class FileInfo:
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", "?"))
 
+    @property
+    def short_context(self) -> int:
+        """Where texts have rope factors of their own by length (longrope): the longest with those for short ones, which
+        llama.cpp takes if its whole context is no longer. 0: everywhere the same."""
+        if self.metadata.get(f"{self.architecture}.rope.scaling.type") != "longrope":
+            return 0
+        return self._number("rope.scaling.original_context_length")
+
     def contents(self) -> Contents:
         """What one token reads, from llama.cpp's tensor names. States are F32; keys and values are F16 by default."""
         keys = (

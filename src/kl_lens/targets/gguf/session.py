@@ -96,7 +96,8 @@ class GGUFSession(TokenizingSession):
         self._vocab = functions.llama_model_get_vocab(self._model)
         self.vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
         trained = int(functions.llama_model_n_ctx_train(self._model))
-        self._make_context(settings.context or max(min(trained, LARGEST_CONTEXT), 1))
+        longest = min(trained, LARGEST_CONTEXT, self.file.short_context or trained)
+        self._make_context(settings.context or max(longest, 1))
 
     def _fitting_load(self) -> str | None:
         if not self._library.has_load_modes:

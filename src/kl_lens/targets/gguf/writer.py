@@ -212,7 +212,7 @@ def _stored(
     """The tensor's bytes, and the digest of the store's quantized weight if they are its rows in the file's order."""
     rule = job.rule
     if rule.parameter is None:
-        return np.zeros(job.bytes, np.uint8), ""
+        return np.array(rule.constant, np.float32).view(np.uint8), ""
     if job.recipe is None:
         values = rule.arranged(
             tensors.read(rule.parameter).float() * rule.factors

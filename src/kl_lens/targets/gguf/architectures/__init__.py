@@ -4,6 +4,7 @@ import re
 
 from kl_lens.base.errors import UnsupportedError
 from kl_lens.targets.gguf.architectures import (
+    attention_only,
     falcon_h1,
     granite,
     jamba,
@@ -15,13 +16,23 @@ from kl_lens.targets.gguf.architectures import (
 )
 from kl_lens.targets.gguf.architectures.base import Architecture
 
-_MODULES = (falcon_h1, granite, jamba, kimi_linear, lfm2, mamba, nemotron_h, qwen)
+_MODULES = (
+    attention_only,
+    falcon_h1,
+    granite,
+    jamba,
+    kimi_linear,
+    lfm2,
+    mamba,
+    nemotron_h,
+    qwen,
+)
 # transformers' model type → its architecture.
 ARCHITECTURES = {
     name: module.ARCHITECTURE for module in _MODULES for name in module.ARCHITECTURE.names
 }
 # Families that llama.cpp runs under a different name, or that its Python package does not list yet.
-_OTHER_NAMES = ("mistral", "mixtral", "minimax", "qwen4_exp_text")
+_OTHER_NAMES = ("mixtral", "minimax", "qwen4_exp_text")
 
 
 def get_architecture(model_type: str) -> Architecture:

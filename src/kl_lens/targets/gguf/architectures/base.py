@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from kl_lens.model.files import and_more
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Factors = float | torch.Tensor  # one, or (rows, 1)
-# Key without the architecture's prefix → int, float, bool or list of int; a text is an attribute of the configuration.
+# Key without the architecture's prefix → int, float, bool, list of int, a kind of gguf's; a text names a setting.
 Metadata = dict[str, Any]
 Reasons = Iterable[str]
 # Parameter name → shape, everything the checkpoint holds.
@@ -30,7 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 ENDLESS_CONTEXT = 2**20
 # Tensors that llama.cpp's kernels read as F32, by their names in the file.
 _FLOAT32 = re.compile(
-    r"norm|conv1d|shortconv\.conv\.|\.bias$|ssm_[ad]$|gate_inp|attn_[kv]_b\."
+    r"norm|conv1d|shortconv\.conv\.|\.bias$|ssm_[ad]$|gate_inp|attn_[kv]_b\.|^rope_f|^position"
 )
 # The first of each that a checkpoint has.
 _EMBEDDINGS = ("model.embed_tokens", "model.embeddings", "backbone.embeddings")
@@ -63,7 +64,7 @@ class TensorRule:
     parameter: str | None
     transform: Transform = as_is
     factors: Factors = 1.0  # for all rows or each, applied before rounding: multipliers that llama.cpp lacks
-    shape: tuple[int, ...] | None = None  # only for tensors made from nothing
+    constant: tuple[float, ...] = ()  # of tensors made from nothing
     # (a, b): columns are a · b runs, which the file has in the order b, a. No block may be longer than a run.
     columns: tuple[int, int] = (1, 1)
 
@@ -135,8 +136,7 @@ class Architecture:
 
     def metadata(self, config: Any) -> Metadata:
         return {
-            key: getattr(config, value) if isinstance(value, str) else value
-            for key, value in self.settings(config).items()
+            key: _value(config, value) for key, value in self.settings(config).items()
         }
 
     def require(self, config: Any) -> None:
@@ -164,6 +164,12 @@ class Architecture:
             replace(rule, factors=factors.get(re.sub(r"^blk\.\d+\.", "", rule.name), 1.0))
             for rule in rules
         ]
+
+
+def _value(config: Any, value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return getattr(config, value) if isinstance(value, str) else value
 
 
 def _first(names: Iterable[str], shapes: Shapes) -> str:

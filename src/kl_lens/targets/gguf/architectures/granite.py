@@ -1,4 +1,4 @@
-"""Granite 4 (granitemoehybrid) and Bamba: both are llama.cpp's `granitehybrid`."""
+"""Granite 4 (granitemoehybrid) and Bamba: llama.cpp's `granitehybrid`; without state-space layers, its `granite`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ def _experts(config: Any) -> int:
     return int(getattr(config, "num_local_experts", 0) or 0)
 
 
+def _name(config: Any) -> str:
+    return "granite" if all(_attention_layers(config)) else "granitehybrid"
+
+
 def _metadata(config: Any) -> Metadata:
     values: Metadata = {
         **parts.hybrid_metadata(parts.inner_size(config), config.mamba_n_heads),
@@ -52,12 +56,7 @@ def _metadata(config: Any) -> Metadata:
         "ssm.group_count": "mamba_n_groups",
     }
     if config.model_type == "granitemoehybrid":
-        values |= {
-            "attention.scale": float(config.attention_multiplier),
-            "embedding_scale": float(config.embedding_multiplier),
-            "residual_scale": float(config.residual_multiplier),
-            "logit_scale": float(config.logits_scaling),
-        }
+        values |= parts.granite_scales(config)
         if not _experts(config):
             values["feed_forward_length"] = config.shared_intermediate_size
     if _experts(config):
@@ -97,12 +96,15 @@ def _layer(config: Any, layer: Module) -> Rules:
 
 
 def _refusals(config: Any) -> Reasons:
-    if all(_attention_layers(config)):
-        yield "it has only attention layers, but this architecture of llama.cpp is for hybrids"
-    yield from parts.refuse_expansion(config.hidden_size, parts.inner_size(config))
+    if _name(config) == "granitehybrid":
+        yield from parts.refuse_expansion(config.hidden_size, parts.inner_size(config))
+    elif _experts(config):
+        yield "it has only attention layers, and experts: llama.cpp's granite is dense"
     biases = ("attention_bias", "mlp_bias", "mamba_proj_bias")
-    yield from parts.refusals(config, *biases, rope=_rotary(config) > 0)
+    yield from parts.refusals(
+        config, *biases, scalings=("default",) if _rotary(config) else ()
+    )
 
 
-_NAMES = dict.fromkeys(("granitemoehybrid", "bamba"), "granitehybrid")
+_NAMES = dict.fromkeys(("granitemoehybrid", "bamba"), _name)
 ARCHITECTURE = Architecture(_NAMES, _metadata, _layer, _refusals)

@@ -56,7 +56,7 @@ def _layer(config: Any, layer: Module) -> Rules:
 
 def _refusals(config: Any) -> Reasons:
     yield from parts.refuse_expansion(config.hidden_size, parts.inner_size(config))
-    yield from parts.refusals(config, "mamba_proj_bias", rope=False)
+    yield from parts.refusals(config, "mamba_proj_bias", scalings=())
 
 
 ARCHITECTURE = Architecture({"jamba": "jamba"}, _metadata, _layer, _refusals)

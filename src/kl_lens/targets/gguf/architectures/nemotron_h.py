@@ -104,7 +104,7 @@ def _refusals(config: Any) -> Reasons:
     if "moe" in kinds and config.n_group != 1:
         yield f"it routes within {config.n_group} groups of experts, but llama.cpp's nemotron_h uses one group"
     biases = ("use_bias", "attention_bias", "mlp_bias", "mamba_proj_bias")
-    yield from parts.refusals(config, *biases, rope=False, steps=False)
+    yield from parts.refusals(config, *biases, scalings=(), steps=False)
 
 
 def _notes(config: Any) -> Reasons:

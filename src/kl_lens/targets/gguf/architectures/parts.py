@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kl_lens.targets.gguf.architectures.base import (
     Metadata,
@@ -16,6 +17,7 @@ from kl_lens.targets.gguf.architectures.base import (
     Transform,
     as_is,
 )
+from kl_lens.weights.formats.gguf_blocks import gguf_module
 
 # -- transforms ------------------------------------------------------------------------------------------
 
@@ -36,6 +38,11 @@ def negative_exponential_column(tensor: torch.Tensor) -> torch.Tensor:
 def squeezed_convolution(tensor: torch.Tensor) -> torch.Tensor:
     """(channels, 1, taps) → (channels, taps)."""
     return tensor.reshape(tensor.shape[0], tensor.shape[-1])
+
+
+def plus_one(tensor: torch.Tensor) -> torch.Tensor:
+    """For norms that are stored minus one."""
+    return tensor.float() + 1
 
 
 def in_groups(groups: int) -> Transform:
@@ -97,17 +104,60 @@ def inner_size(config: Any) -> int:
     return int(config.mamba_expand * config.hidden_size)
 
 
+def granite_scales(config: Any) -> Metadata:
+    return {
+        "attention.scale": float(config.attention_multiplier),
+        "embedding_scale": float(config.embedding_multiplier),
+        "residual_scale": float(config.residual_multiplier),
+        "logit_scale": float(config.logits_scaling),
+    }
+
+
 def rope_base(config: Any) -> float:
-    return float(_rope(config).get("rope_theta", 10000.0))
+    return float(rope_of(config).get("rope_theta", 10000.0))
 
 
 def rotary(config: Any) -> int:
     """How many dimensions of a head rotate."""
-    return int(head_size(config) * _rope(config).get("partial_rotary_factor", 1.0))
+    return int(head_size(config) * rope_of(config).get("partial_rotary_factor", 1.0))
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or {}
+def rope_of(config: Any) -> dict[str, Any]:
+    """The settings of rope; in full attention, where there are two kinds."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    full: dict[str, Any] = rope.get("full_attention", rope)
+    return full
+
+
+def original_context(config: Any) -> int:
+    """The tokens of a text that scaled rope was trained on."""
+    original = rope_of(config).get("original_max_position_embeddings")
+    return int(original or config.max_position_embeddings)
+
+
+def plain_frequencies(config: Any) -> torch.Tensor:
+    """Of rope that is not scaled."""
+    size = rotary(config)
+    return rope_base(config) ** -(torch.arange(0, size, 2).float() / size)
+
+
+def rope_metadata(config: Any) -> Metadata:
+    """Base and scaling; the factors of `llama3` and `longrope` are tensors."""
+    rope = rope_of(config)
+    kind = rope.get("rope_type", "default")
+    values: Metadata = {
+        "rope.dimension_count": rotary(config),
+        "rope.freq_base": rope_base(config),
+    }
+    if kind in ("linear", "yarn", "longrope"):
+        values["rope.scaling.type"] = gguf_module().RopeScalingType(kind)
+    if kind in ("linear", "yarn"):
+        values["rope.scaling.factor"] = float(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        values["rope.scaling.original_context_length"] = original_context(config)
+    if kind == "longrope":
+        _, values["rope.scaling.attn_factor"] = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return values
 
 
 # -- groups of tensors -----------------------------------------------------------------------------------
@@ -118,7 +168,7 @@ def convolution(mixer: Module) -> Rules:
     bias = mixer.tensor("ssm_conv1d.bias", "conv1d.bias")
     if bias.parameter not in mixer.shapes:  # llama.cpp always adds one
         channels = mixer.shapes.get(taps.parameter or "", (0,))[:1]
-        bias = TensorRule(bias.name, None, shape=channels)
+        bias = TensorRule(bias.name, None, constant=(0.0,) * math.prod(channels))
     return [taps, bias]
 
 
@@ -175,25 +225,49 @@ def gated_experts(mlp: Module, router: str = "gate") -> Rules:
 # -- reasons to refuse -----------------------------------------------------------------------------------
 
 
-def refusals(config: Any, *biases: str, rope: bool = True, steps: bool = True) -> Reasons:
-    """Biases, activations, limits of time steps and rope scaling that llama.cpp does not compute."""
+# Settings of yarn that llama.cpp reads otherwise than transformers, or not at all.
+_OF_YARN = (
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "beta_fast",
+    "beta_slow",
+)
+
+
+def refusals(
+    config: Any,
+    *biases: str,
+    activation: str = "silu",
+    scalings: tuple[str, ...] = ("default",),
+    steps: bool = True,
+) -> Reasons:
+    """Biases, activations, limits of time steps and rope scaling that llama.cpp does not compute; no `scalings`: it has
+    no rope."""
     for name in biases:
         if getattr(config, name, False):
             yield f"it has biases ({name}), for which llama.cpp has no tensors"
     silu = ("silu", "swish")
+    expected = silu if activation in silu else (activation,)
     for name, computed in {
-        "hidden_act": silu,
+        "hidden_act": expected,
+        "hidden_activation": expected,
+        "activation_function": expected,
         "mamba_hidden_act": silu,
         "mlp_hidden_act": ("relu2",),
     }.items():
-        if (activation := getattr(config, name, computed[0])) not in computed:
-            yield f"its activation {activation!r} is not llama.cpp's {computed[0]!r}"
+        if (actual := getattr(config, name, computed[0])) not in computed:
+            yield f"its activation {actual!r} is not llama.cpp's {computed[0]!r}"
     limits = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
     if steps and limits != (0.0, math.inf):
         yield f"it limits time steps to {limits}, but llama.cpp does not limit them"
-    kind = _rope(config).get("rope_type", "default")
-    if rope and kind != "default":
-        yield f"its rope scaling {kind!r} is not mapped; only plain rope is"
+    rope = rope_of(config)
+    kind = rope.get("rope_type", "default")
+    if scalings and kind not in scalings:
+        yield f"its rope scaling {kind!r} is not mapped; only {', '.join(scalings)} rope is"
+    if kind == "yarn" and any(rope.get(name) is not None for name in _OF_YARN):
+        yield "its yarn has settings of its own, which llama.cpp does not read"
 
 
 def refuse_expansion(width: int, inner: int) -> Reasons:

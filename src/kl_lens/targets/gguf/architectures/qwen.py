@@ -22,11 +22,6 @@ from kl_lens.targets.gguf.architectures.base import (
 )
 
 
-def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
-    """Its norms store their scale minus one."""
-    return tensor.float() + 1
-
-
 def _interval(config: Any) -> int:
     """Attention comes every so many layers; 0: not regularly."""
     full = [
@@ -176,7 +171,7 @@ def _layer(config: Any, layer: Module, kind: str = "") -> Rules:
     else:
         rules = _delta_layer(config, layer.inside("linear_attn"))
     mlp = layer.inside("mlp")
-    rules += layer.weights(norms, _plus_one)
+    rules += layer.weights(norms, parts.plus_one)
     return rules + (_experts(mlp) if _has_experts(config) else parts.gated_mlp(mlp))
 
 
@@ -191,7 +186,7 @@ def _further(config: Any) -> Rules:
     return [
         *_layer(config, head.inside("layers.0"), "full_attention"),
         *head.weights({"nextn.eh_proj": "fc"}),
-        *head.weights(norms, _plus_one),
+        *head.weights(norms, parts.plus_one),
     ]
 
 
@@ -221,5 +216,5 @@ _NAMES = {
     "qwen3_5_moe_text": "qwen35moe",
 }
 ARCHITECTURE = Architecture(
-    _NAMES, _metadata, _layer, _refusals, _notes, _further, last_norm=_plus_one
+    _NAMES, _metadata, _layer, _refusals, _notes, _further, last_norm=parts.plus_one
 )
