@@ -32,15 +32,12 @@ def short(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|"
     groups: dict[tuple[bool, ...], list[str]] = {}
     for row in rows:
-        kind = (
-            not row["recurrent"],
-            *(not row[target] for target in ("gguf", "openvino", "mlx")),
-        )
-        groups.setdefault(kind, []).append(_name(row))
-    for (target, *lacking), names in sorted(groups.items()):
-        if not target or not all(lacking):
-            gguf, openvino, mlx = ("–" if lacks else "✓" for lacks in lacking)
-            yield f"| {', '.join(names)} | {openvino} | {gguf} | {mlx} |"
+        lacks = tuple(not row[target] for target in ("gguf", "openvino", "mlx"))
+        if row["recurrent"] or not all(lacks):
+            groups.setdefault(lacks, []).append(_name(row))
+    for lacks, names in sorted(groups.items()):
+        gguf, openvino, mlx = ("–" if lacking else "✓" for lacking in lacks)
+        yield f"| {', '.join(names)} | {openvino} | {gguf} | {mlx} |"
 
 
 def full(rows: list[Row]) -> Iterator[str]:

@@ -49,6 +49,10 @@ USED_MOST = [
     "mistral",
     "gemma3_text",
     "phi3",
+    "qwen3_moe",
+    "granite",
+    "olmo2",
+    "smollm3",
     "gpt2",
     "gpt_neox",
     "gpt_oss",
@@ -233,7 +237,7 @@ def _float64(
     losses = []
     for perturbation in perturbations:
         originals = []
-        for parameter, weight in replacements(model, perturbation, None):
+        for parameter, weight in replacements(model, perturbation):
             target = twin.get_parameter(names[id(parameter)])
             originals.append((target, target.clone()))
             target.copy_(weight.double())

@@ -151,8 +151,8 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3_moe": _uneven(
         "Qwen3MoeConfig", num_experts=4, norm_topk_prob=True, **families._EXPERTS
     ),
-    "gemma3": _gemma3(),
-    "gemma3 untied, capped": _gemma3(
+    "gemma3_text": _gemma3(),
+    "gemma3_text untied, capped": _gemma3(
         tie_word_embeddings=False, final_logit_softcapping=5.0
     ),
     "phi3": _uneven("Phi3Config", head_dim=16),
