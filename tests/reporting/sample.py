@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kl_lens import planning
 from kl_lens.judging.ranking import rank
@@ -259,15 +260,10 @@ def _evaluate(run: Run, plans: Sequence[Plan]) -> None:
         "fingerprint": "abc",
     }
     for plan in plans:
-        _export(run, "openvino", plan)
+        export(run, "openvino", plan)
 
-    def store(subject: Subject, kind: str, what: str, **values: Estimate) -> None:
-        runtime = {"library": "openvino", "version": "1.0"}
-        tokens, how = (200, {"few_shot": 0}) if kind == "task" else (4096, protocol)
-        score = Score(subject, kind, what, values, tokens, how, runtime, 1.0)
-        run.store_result(
-            "score", subject, f"{kind}|{what}|d", score.to_json() | {"provenance": {}}
-        )
+    def store(subject: Subject, kind: str, **values: Estimate) -> None:
+        store_score(run, subject, kind, protocol, 4096, **values)
 
     subjects = [
         (about(run, t, p.name), p.predicted_kl or 0.0)
@@ -284,14 +280,36 @@ def _evaluate(run: Run, plans: Sequence[Plan]) -> None:
                 "kl_mean": Estimate(1.1 * kl, 0.04 * kl),
                 "same_top": Estimate(1 - kl),
             }
-            store(subject, "divergence", "wikitext2:test", **divergence)
-        store(subject, "perplexity", "wikitext2:test", **values)
+            store(subject, "divergence", **divergence)
+        store(subject, "perplexity", **values)
     for subject in (about(run, "original"), about(run, "openvino", "recommended")):
         for task in ("arc_easy", "lambada"):
-            store(subject, "task", task, acc=Estimate(0.413, 0.012))
+            accuracy = Estimate(0.413, 0.012)
+            store_score(run, subject, "task", {"few_shot": 0}, 200, task, acc=accuracy)
 
 
-def _export(run: Run, target: str, plan: Plan) -> int:
+def store_score(
+    run: Run,
+    subject: Subject,
+    kind: str,
+    protocol: dict[str, Any],
+    tokens: int,
+    what: str = "",
+    **values: Estimate | float,
+) -> None:
+    """`what`: the task, or the text of the protocol."""
+    what = what or f"{protocol['dataset']}:{protocol['split']}"
+    estimates = {
+        name: value if isinstance(value, Estimate) else Estimate(value)
+        for name, value in values.items()
+    }
+    runtime = {"library": "openvino", "version": "1.0"}
+    score = Score(subject, kind, what, estimates, tokens, protocol, runtime, 1.0)
+    name = f"{kind}|{what}|{protocol.get('fingerprint')}"
+    run.store_result("score", subject, name, score.to_json() | {"provenance": {}})
+
+
+def export(run: Run, target: str, plan: Plan) -> int:
     """An artifact's record, without its files; gives back its size."""
     assert plan.bytes is not None
     size = plan.bytes + 900
@@ -317,7 +335,7 @@ def _benchmark(run: Run, plans: Sequence[Plan]) -> None:
     everything = [Plan("fp16", {}, "nothing quantized", 0.0, whole), *plans]
     for target, bandwidth, share in (("openvino", 9e9, 0.6), ("gguf", 9e9, 0.45)):
         for plan in everything:
-            size = _export(run, target, plan)
+            size = export(run, target, plan)
             subject = about(run, target, plan.name)
             profile = _profile(subject, size, whole, bandwidth, share)
             run.store_result(

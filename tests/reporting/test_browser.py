@@ -1,5 +1,6 @@
 """The report in a real browser, from disk: it works, it is quiet, and nothing leaves."""
 
+import csv
 import json
 import shlex
 import shutil
@@ -196,7 +197,31 @@ def test_the_command_on_the_page_makes_the_plan_on_the_page(
     page.get_by_label("KL at most").fill("0.05")
     page.get_by_label("KL at most").press("Enter")
     assert float(page.locator(".explorer").first.get_attribute("data-kl")) <= 0.05
+    before = page.locator(".explorer").first.get_attribute("data-bytes")
+    for words, reply in (("5%", "“5%” is no KL"), ("soon", "is no KL")):
+        page.get_by_label("KL at most").fill(words)
+        page.get_by_label("KL at most").press("Enter")
+        assert reply in page.locator(".said").first.inner_text()
+        assert page.locator(".explorer").first.get_attribute("data-bytes") == before
     assert desktop.messages == []
+
+
+def test_commands_and_tables_can_be_taken_along(browser: Any, report: Path) -> None:
+    found = opened(browser, report, DESKTOP, permissions=["clipboard-read"])
+    page = found.page
+    tool = page.locator("pre + .tool:visible").first
+    tool.click()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == tool.evaluate("e => e.previousElementSibling.textContent")
+    with page.expect_download() as started:
+        page.locator("#files .tool:visible", has_text="CSV").first.click()
+    content = Path(started.value.path()).read_text(encoding="utf-8-sig")
+    rows = list(csv.reader(content.splitlines()))
+    assert rows[0][:3] == ["file", "size", "KL"]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    assert int(rows[2][1]) > 1000  # bytes
+    assert found.messages == []
+    page.context.close()
 
 
 def test_the_map_shows_one_format_or_the_plan_and_opens_a_component(
@@ -222,6 +247,9 @@ def test_the_map_shows_one_format_or_the_plan_and_opens_a_component(
     assert {fill.partition(",")[0] for fill in page.evaluate(colours)} == {"var(--b4"}
     slide(page, 10**6)
     assert {fill.partition(",")[0] for fill in page.evaluate(colours)} == {"var(--b16"}
+    # A dark line and a light one: one is seen on every cell, in both modes.
+    strokes = "[...document.querySelectorAll('#hatch path')].map(p => getComputedStyle(p).stroke)"
+    assert page.evaluate(strokes) == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
     cell = page.locator(".cells_marks path").nth(3)
     cell.hover()
     tip = page.locator("#tip")
@@ -275,6 +303,27 @@ def test_it_fits_the_screen_and_keeps_its_contrast(
     page.context.close()
 
 
+def test_what_can_be_used_has_an_edge_of_three_to_one(browser: Any, report: Path) -> None:
+    for scheme in ("light", "dark"):
+        page = opened(browser, report, DESKTOP, color_scheme=scheme).page
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        for used in (".limit", "select", ".tool", "pre", ".tall"):
+            element = page.locator(used).first
+            edge = element.evaluate("e => getComputedStyle(e).borderTopColor")
+            light, dark = sorted(map(_luminance, (edge, paper)), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 3, (scheme, used)
+        page.context.close()
+
+
+def _luminance(colour: str) -> float:
+    """Relative, of sRGB."""
+    shares = [
+        float(n) / 255 for n in colour.removeprefix("rgb(").removesuffix(")").split(",")
+    ]
+    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
 def _brightness(colour: str) -> float:
     numbers = [float(n) for n in colour.removeprefix("rgb(").removesuffix(")").split(",")]
     return sum(numbers) / 3
@@ -284,10 +333,11 @@ def test_without_scripts_everything_is_still_there(browser: Any, report: Path) -
     found = opened(browser, report, DESKTOP, java_script_enabled=False)
     page = found.page
     assert page.locator("section").count() == 7
-    assert "nats per token" in page.locator("#answer .lead").inner_text()
+    assert "nats per token" in page.locator("#answer article").inner_text()
     assert page.locator("#layers tbody tr").count() == 17
     assert page.locator("#sizes .line svg .dots_marks path").count() > 10
     assert page.locator("#sizes .cells_marks path").count() == 17
     assert page.locator(".reading").inner_text()
     assert page.locator("input[type=range], .switch, .knobs").first.is_hidden()
+    assert page.locator(".tool").count() == 0
     page.context.close()

@@ -24,7 +24,14 @@ from kl_lens.run.records import ARTIFACT, Quartiles, Subject
 from kl_lens.study.benchmark import BenchmarkResult
 from kl_lens.targets import get_target
 from tests.reporting.document import Element, read
-from tests.reporting.sample import BESIDES, about, add_target, make_run
+from tests.reporting.sample import (
+    BESIDES,
+    about,
+    add_target,
+    export,
+    make_run,
+    store_score,
+)
 
 MakePage = Callable[..., str]
 SECTIONS = ["answer", "sizes", "files", "prediction", "speed", "details", "provenance"]
@@ -61,10 +68,11 @@ def test_the_answer_comes_first_with_the_command_that_makes_it(sample_page: str)
     assert [e.attributes["id"] for e in read(sample_page).all("section")] == SECTIONS
     words = section(sample_page, "answer").words
     assert re.search(
-        r"recommended: [\d.]+ kB, \d+ % of FP16; KL [\d.e-]+ ± [\d.e-]+ nats per token",
+        r"recommended: [\d.]+ kB, \d+ % of the size of FP16\.KL [\d.e-]+ ± [\d.e-]+ nats per token",
         words,
     )
-    assert re.search(r"perplexity [\d.]+, original 26.00 \(\+[\d.]+ %", words)
+    # Both on held-out text: the files' perplexity on test text is beside their own KL.
+    assert re.search(r"perplexity [\d.]+, original 21.00 \(\+[\d.]+ %", words)
     assert re.search(
         r"Speed against the FP16 file on CPU: [\d.]+ \([\d.]+–[\d.]+\) times \(OpenVINO\)",
         words,
@@ -149,7 +157,7 @@ def test_a_file_that_loses_less_than_any_plan_of_its_size_is_on_the_frontier(
         if p.file and p.file.name == "uniform_int4"
     ]
     assert all(p.kl < better.value for p in explorer.positions[at + 1 :])
-    assert "no plan of this size loses less" in explorer.words(explorer.positions[at])[2]
+    assert "No smaller loss is known" in explorer.words(explorer.positions[at])[2]
     assert all(
         "uniform_int4" not in explorer.words(p)[2] for p in explorer.positions[:at]
     )
@@ -252,7 +260,10 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
             page = write_report(run).read_text(encoding="utf-8")
             view = collect(run)
         assert words in section(page, "answer").words
-        assert brief in section(page, "speed").words
+        speed = section(page, "speed")
+        assert brief in speed.words
+        drawn = [m for m in marks(speed) if "tokens per second" in m]
+        assert (drawn == []) == (brief == "not measurable")  # no exact points beside it
         profiles = [p for p in view.profiles if p.protocol == "use"]
         told = as_json(BenchmarkResult(Report(1e9, profiles)))["profiles"][0]["ratios"]
         memory = {"prompt_lengths": [128], "memory": {"model_bytes": 1}}
@@ -374,3 +385,37 @@ def test_a_notebook_shows_the_page_the_frontier_and_the_table(sample_run: Path) 
     assert "var(" not in frontier._repr_svg_()  # programs that know no stylesheet
     drawn = table.plot("int8")._repr_svg_()
     assert drawn.count("int8: KL") == 17
+
+
+def test_numbers_of_different_texts_are_never_beside_each_other_and_every_text_is_listed(
+    tmp_path: Path,
+) -> None:
+    """A file was evaluated on a little text for both numbers, and later on another one for its perplexity."""
+    folder = add_target(make_run(tmp_path / "run", stages=("plan", "evaluate")))
+    with Run.open(folder) as run:
+        plan = planning.read_plan(
+            folder / "plans/recommended-openvino.json", run.table().components
+        )
+        export(run, "openvino", plan)
+        file = about(run, "openvino", plan.name)
+        little = {"dataset": "wikitext2", "split": "test", "window": 64, "stride": 64}
+        few = little | {"limit": 2, "fingerprint": "def"}
+        books = little | {"dataset": "books", "fingerprint": "987"}
+        store_score(run, file, "divergence", few, 128, kl_mean=0.01, same_top=0.947)
+        for subject, protocol, perplexity in (
+            (about(run, "original"), few, 30.0),
+            (file, few, 30.6),
+            (about(run, "original"), books, 50.0),
+            (file, books, 55.0),
+        ):
+            value = {"token_perplexity": perplexity}
+            store_score(run, subject, "perplexity", protocol, 128, **value)
+        page = write_report(run).read_text(encoding="utf-8")
+    words = section(page, "answer").words
+    assert "The likeliest next token stays the same 94 times in 100" in words
+    assert "KL 0.01 nats per token; perplexity 30.60, original 30.00 (+2.0 %" in words
+    assert "55.00" not in words
+    texts = section(page, "provenance").all("table")[0].words
+    for expected in ("calibration", "judging plans", "valid", "judging files", "books"):
+        assert expected in texts
+    assert "Exported, not evaluated yet" not in section(page, "files").words

@@ -32,9 +32,8 @@ from kl_lens.reporting.answer import (
     speed_ratio,
     target_of,
     unmeasurable,
-    value_of,
 )
-from kl_lens.reporting.data import RunView, collect
+from kl_lens.reporting.data import Judged, RunView, collect
 from kl_lens.reporting.names import percent, plan_title, runtime_title, with_error
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, ORIGINAL, Subject
@@ -209,16 +208,13 @@ def _answer(view: RunView, name: str, target: str) -> list[str]:
     subject = _subject(target, name)
     size = view.subject_bytes(subject) or plan.file_bytes or 0
     base = view.subject_bytes(_subject(target, UNIFORM_FP16))
-    original, planned = (
-        value_of(view, judged, "perplexity", "token_perplexity")
-        for judged in (Subject(ORIGINAL), subject)
-    )
+    judged = view.judged(plan, target)
     stock = plan.notes.get("taken_over")
     words = [
         f"{runtime_title(target)}: {f'{plan_title(str(stock))}, ' if stock else ''}{human_bytes(size)}",
         f"{percent(size / base)} of FP16" if base else "",
-        f"perplexity {planned.value:.2f} (original {original.value:.2f})"
-        if planned and original
+        f"perplexity {judged.perplexity.value:.2f} (original {judged.original:.2f})"
+        if judged.perplexity and judged.original
         else "",
     ]
     return [
@@ -242,8 +238,12 @@ def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
 def row_of(view: RunView, name: str, target: str) -> Row:
     subject = _subject(target, name)
     size = view.subject_bytes(subject)
-    kl = value_of(view, subject, "divergence", "kl_mean")
-    perplexity = value_of(view, subject, "perplexity", "token_perplexity")
+    plan = view.plan(name)
+    judged = Judged() if plan is None else view.judged(plan, target)
+    if not judged.is_test:
+        judged = Judged()
+    kl = judged.kl
+    perplexity = judged.perplexity
     timed = [
         p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"
     ]
@@ -252,7 +252,7 @@ def row_of(view: RunView, name: str, target: str) -> Row:
         "for": runtime_title(target),
         "file": plan_title(name),
         "size": human_bytes(size) if size else "",
-        "KL, nats": with_error(kl) + " *" * _stood_in(view, subject) if kl else "",
+        "KL, nats": with_error(kl) + " *" * judged.stands_in if kl else "",
         "perplexity": f"{perplexity.value:.2f}" if perplexity else "",
         "speed, × FP16": ratio.brief if ratio else "",
     }

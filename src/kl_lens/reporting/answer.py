@@ -12,7 +12,7 @@ from kl_lens.judging.choosing import (
     nearest,
     smallest_that_keeps,
 )
-from kl_lens.reporting.data import RunView, runtime_of
+from kl_lens.reporting.data import Judged, RunView, runtime_of
 from kl_lens.reporting.markup import Html, Section, details, join, note, tag
 from kl_lens.reporting.names import (
     Unit,
@@ -27,23 +27,33 @@ from kl_lens.reporting.names import (
 )
 from kl_lens.run.folder import RECOMMENDED
 from kl_lens.run.ratios import Ratio, ratio_of
-from kl_lens.run.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Plan, Profile, Subject
+from kl_lens.run.records import Estimate, Plan, Profile
 
-_RULE = (
+_EXPORTED = "This is the plan that was exported last. "
+_SMALLEST = (
     f'The run has no plan called "{RECOMMENDED}"; this is the smallest verified plan whose held-out perplexity stays '
     f"within {100 * KEPT_PERPLEXITY:g} % of the original's. "
 )
 
 
 def recommendations(view: RunView) -> list[Plan]:
-    """One for each target that the run has one for; else the one for the run as a whole, if any: its recommended plan,
-    or the smallest verified one that keeps perplexity."""
+    """One for each target: the plan that `kl-lens run` recommends, else the last one of the user's that was exported.
+    Without either the run's recommended plan, or the smallest verified one that keeps perplexity."""
     named = [plan for plan in view.plans if plan.name in view.recommended]
     if named:
         return (
             sorted((p for p in named if p.target), key=lambda p: p.target or "")
             or named[:1]
         )
+    exported = {
+        plan.target: plan
+        for artifact in view.artifacts.values()
+        if (plan := view.plan(artifact.plan))
+        and plan.target == artifact.target
+        and plan.limits
+    }
+    if exported:
+        return [exported[target] for target in sorted(exported, key=str)]
     measured = {p.name: p for p in view.plans if p.measured}
     rises = [
         (
@@ -55,6 +65,13 @@ def recommendations(view: RunView) -> list[Plan]:
     ]
     smallest = smallest_that_keeps(rises)
     return [measured[smallest.name]] if smallest else []
+
+
+def _rule(view: RunView, plan: Plan) -> str:
+    """Why this one, where the run recommends none."""
+    if plan.name in view.recommended:
+        return ""
+    return _EXPORTED if plan.target else _SMALLEST
 
 
 def recommended_names(view: RunView) -> frozenset[str]:
@@ -94,22 +111,12 @@ def target_of(plan: Plan, unit: Unit | None = None) -> str:
 
 def measured_of(view: RunView, plan: Plan) -> str:
     """The KL of the file on test text, and whether that is above the target."""
-    subject = (
-        Subject(ARTIFACT, plan.name, plan.target)
-        if plan.target
-        else Subject(PLAN, plan.name)
-    )
-    kl = value_of(view, subject, "divergence", "kl_mean")
-    if kl is None:
+    judged = view.judged(plan, plan.target)
+    kl = judged.kl
+    if kl is None or not judged.is_test:
         return ""
     above = " (above the target)" if kl.value > plan.limits.get("loss", math.inf) else ""
     return f" KL measured on test {view.unit.text}: {with_error(kl)} {view.nats}{above}."
-
-
-def value_of(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | None:
-    """From the last score of its kind."""
-    score = view.score(subject, kind)
-    return score.values.get(name) if score else None
 
 
 def speed_ratio(profile: Profile) -> Ratio | None:
@@ -185,28 +192,24 @@ def section(view: RunView) -> Section | None:
 def _card(view: RunView, plan: Plan) -> Html:
     stock = plan.notes.get("taken_over")
     contest = plan.contest
-    title = runtime_title(plan.target) if plan.target else plan_title(plan.name)
-    base = view.fp16_of(plan.target)
-    bytes_ = view.bytes_of(plan, plan.target)
-    kl, circumstances = view.measured_kl(plan, plan.target)
-    first = [tag("b", title), f": {size(bytes_)}, {percent(bytes_ / base)} of FP16; "]
+    judged = view.judged(plan, plan.target)
+    kl = judged.kl
+    numbers = [
+        f"predicted KL {number(view.predicted_kl(plan))} {view.nats}, not measured yet"
+    ]
     if kl is not None:
-        first += ["KL ", tag("b", with_error(kl)), f" {view.nats}"]
-    else:
-        first += [
-            f"predicted KL {number(plan.predicted_kl)} {view.nats}, not measured yet"
-        ]
+        numbers = ["KL ", tag("b", with_error(kl)), f" {view.nats}"]
     parts = [
-        tag("p", *first, _perplexity(view, plan), ".", class_="lead"),
-        tag("p", _nearest(view, plan, kl)),
+        tag("p", plainly(view, plan), class_="lead"),
+        tag("p", *numbers, _perplexity(judged), ". ", _nearest(view, plan, kl)),
         note(
-            "" if plan.name in view.recommended else _RULE,
+            _rule(view, plan),
             f"Against stock recipes: {readable(contest)}. " if contest else "",
             target_of(plan, view.unit),
             " The file is above it."
             if kl and kl.value > plan.limits.get("loss", math.inf)
             else "",
-            f" Measured: {circumstances}." if kl is not None else "",
+            f" Measured: {judged.circumstances}." if kl is not None else "",
             f" The file follows the stock recipe {stock}." if stock else "",
             _speed(view, plan),
         ),
@@ -220,26 +223,58 @@ def _card(view: RunView, plan: Plan) -> Html:
     return tag("article", *parts)
 
 
-def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
-    """The largest stock file that is no larger (of two of one size, the better), and how much more it loses."""
+def plainly(view: RunView, plan: Plan) -> str:
+    """The answer for somebody who knows no KL: size, and how often the model's first choice stays the same."""
+    title = runtime_title(plan.target) if plan.target else plan_title(plan.name)
     bytes_ = view.bytes_of(plan, plan.target)
-    stock = [p for p in view.plans_of(plan.target) if p.family == "stock"]
-    losses = {p.name: view.measured_kl(p, plan.target)[0] for p in stock}
-    judged = [
-        Contender(p.name, view.bytes_of(p, plan.target), loss.value, None)
-        for p in stock
-        if (loss := losses[p.name]) is not None
+    share = percent(bytes_ / view.fp16_of(plan.target))
+    words = f"{title}: {size(bytes_)}, {share} of the size of FP16."
+    same = view.judged(plan, plan.target).same_top
+    if same is None:
+        return words
+    words += f" The likeliest {view.unit.guess} stays the same {_in_hundred(same)}"
+    rival = nearest_stock(view, plan)
+    other = view.judged(rival, plan.target).same_top if rival else None
+    if rival and other:
+        rival_size = size(view.bytes_of(rival, plan.target))
+        words += f"; with {plan_title(rival.name)} ({rival_size}), {_in_hundred(other)}"
+    return f"{words}."
+
+
+def _in_hundred(share: Estimate) -> str:
+    """Rounded down, so that 100 means always."""
+    return f"{math.floor(100 * share.value)} times in 100"
+
+
+def nearest_stock(view: RunView, plan: Plan) -> Plan | None:
+    """Of the stock files that were measured the largest that is no larger; of two of one size, the better."""
+    kl = view.judged(plan, plan.target).kl
+    stock = {p.name: p for p in view.plans_of(plan.target) if p.family == "stock"}
+    rivals = [
+        Contender(name, view.bytes_of(p, plan.target), loss.value, None)
+        for name, p in stock.items()
+        if (loss := view.judged(p, plan.target).kl) is not None
     ]
-    contender = Contender(plan.name, bytes_, kl.value if kl else math.nan, None)
-    rival = nearest(contender, judged)
-    if kl is None or rival is None:
+    ours = Contender(
+        plan.name,
+        view.bytes_of(plan, plan.target),
+        math.nan if kl is None else kl.value,
+        None,
+    )
+    chosen = nearest(ours, rivals)
+    return stock[chosen.name] if chosen else None
+
+
+def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
+    """How much more the nearest stock file loses."""
+    rival = nearest_stock(view, plan)
+    loss = view.judged(rival, plan.target).kl if rival else None
+    if kl is None or rival is None or loss is None:
         return (
             "No stock file that was measured is as small." if kl and plan.target else ""
         )
-    loss = losses[rival.name]
-    assert loss is not None
     words = f"{plan_title(rival.name)}, the nearest stock file that is no larger "
-    words += f"({size(rival.bytes)})"
+    words += f"({size(view.bytes_of(rival, plan.target))})"
     if not kl.value > 0 or not math.isfinite(loss.value):
         return f"{words}: KL {with_error(loss)}."
     ratio = loss.value / kl.value
@@ -251,40 +286,17 @@ def _nearest(view: RunView, plan: Plan, kl: Estimate | None) -> str:
     return f"{words}, {comparison}: KL {with_error(loss)}."
 
 
-def _perplexity(view: RunView, plan: Plan) -> str:
-    """Of the plan (its file before PyTorch) beside the original's by the same protocol. A change within twice its own
-    error is called what it is."""
-    scores = [
-        s
-        for s in view.scores
-        if s.kind == "perplexity" and "token_perplexity" in s.values
-    ]
-    originals = {
-        f"{s.what} {s.protocol}": s for s in scores if s.subject.what == ORIGINAL
-    }
-    judged = [
-        s
-        for s in scores
-        if s.subject.own_plan == plan.name and f"{s.what} {s.protocol}" in originals
-    ]
-    if judged:
-        score = min(judged, key=lambda s: s.subject.what == PLAN)
-        original = (
-            originals[f"{score.what} {score.protocol}"].values["token_perplexity"].value
-        )
-        value = score.values["token_perplexity"].value
-        error = score.values.get("token_perplexity_change", Estimate(0.0)).standard_error
-    elif plan.measured is not None:
-        perplexity = plan.measured.perplexity
-        original = plan.measured.original_perplexity
-        value = perplexity.value
-        error = perplexity.standard_error
-    else:
+def _perplexity(judged: Judged) -> str:
+    """Beside the original's on the same text. A change within twice its own error is called what it is."""
+    original = judged.original
+    if judged.perplexity is None or original is None:
         return ""
-    change = value - original
+    change = judged.perplexity.value - original
+    error = judged.change_error
     bars = f" ± {percent(error / original, 1)}" if math.isfinite(error) else ""
     chance = ", which may be chance" if abs(change) < 2 * error else ""
     share = f"{'+' if change >= 0 else '−'}{percent(abs(change) / original, 1)}"
+    value = judged.perplexity.value
     return f"; perplexity {value:.2f}, original {original:.2f} ({share}{bars}{chance})"
 
 

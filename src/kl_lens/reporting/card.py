@@ -23,7 +23,7 @@ from kl_lens.reporting.names import (
 from kl_lens.reporting.page import asset
 from kl_lens.reporting.sections.details import shown_place
 from kl_lens.reporting.sections.explorer import Explorer
-from kl_lens.run.records import ARTIFACT, ORIGINAL, Artifact, Plan, Score, Subject
+from kl_lens.run.records import ARTIFACT, Artifact, Plan, Score, Subject
 from kl_lens.targets import get_target
 
 CHART = "size-against-kl.svg"
@@ -81,6 +81,7 @@ def card(
     """The whole card. `about`: its front matter."""
     target = get_target(str(plan.target))
     file = Subject(ARTIFACT, plan.name, plan.target)
+    judged = view.judged(plan, plan.target)
     base = about.get("base_model")
     stock = plan.notes.get("taken_over")
     recorded = [
@@ -106,13 +107,11 @@ def card(
         tokens=score.tokens,
         window=score.protocol.get("window"),
         kl=with_error(score.values["kl_mean"]),
-        perplexity=answer.value_of(view, file, "perplexity", "token_perplexity"),
-        original=answer.value_of(
-            view, Subject(ORIGINAL), "perplexity", "token_perplexity"
-        ),
+        perplexity=judged.perplexity,
+        original=judged.original,
         contest=readable(plan.contest or ""),
         chart=CHART,
-        rivals=_rivals(view, plan),
+        rivals=_rivals(view, plan, score.what),
         how_to_run=target.how_to_run(repository, artifact),
         stock=stock and plan_title(str(stock)),
         target=answer.target_of(plan),
@@ -139,25 +138,21 @@ def chart(view: RunView, plan: Plan) -> str:
     return drawn._repr_svg_()
 
 
-def _rivals(view: RunView, plan: Plan) -> list[list[str]]:
+def _rivals(view: RunView, plan: Plan, text: str) -> list[list[str]]:
     """This file among the others of its target, small files last."""
     rows = []
     for rival in sorted(
         view.plans_of(plan.target), key=lambda p: -view.bytes_of(p, plan.target)
     ):
-        file = Subject(ARTIFACT, rival.name, plan.target)
-        bytes_ = view.bytes_of(rival, plan.target)
-        perplexity = answer.value_of(view, file, "perplexity", "token_perplexity")
-        if score := view.score(file, "divergence"):
+        judged = view.judged(rival, plan.target)
+        if judged.kl and judged.circumstances.endswith(f"on {text}"):
             title = "this file" if rival is plan else plan_title(rival.name)
-            title += (
-                "" if score.subject.what == ARTIFACT else " (in PyTorch, as deployed)"
-            )
-            kl = with_error(score.values["kl_mean"])
+            title += " (in PyTorch, as deployed)" if judged.stands_in else ""
+            perplexity = judged.perplexity
             cells = [
                 title,
-                size(bytes_),
-                kl,
+                size(view.bytes_of(rival, plan.target)),
+                with_error(judged.kl),
                 f"{perplexity.value:.2f}" if perplexity else "–",
             ]
             rows.append([f"**{cell}**" for cell in cells] if rival is plan else cells)

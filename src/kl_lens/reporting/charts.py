@@ -126,12 +126,16 @@ class Chart:
         return re.sub(r"var\(--\w+,(#\w+)\)", r"\1", self.svg())
 
 
+_GEOMETRY = re.compile(r' (?:d|transform)="[^"]*"')  # and no words
+_FRACTION = re.compile(r"(\d\.\d)\d+(?=[,)])")
+
+
 @functools.lru_cache(64)
 def _drawn(spec: str) -> str:
     import vl_convert  # a JavaScript engine: not for those who only want a number
 
     drawn = vl_convert.vegalite_to_svg(spec, allowed_base_urls=[])
-    return re.sub(r"(\d\.\d)\d+(?=[,)])", r"\1", drawn)
+    return _GEOMETRY.sub(lambda shape: _FRACTION.sub(r"\1", shape[0]), drawn)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ all plans: each is the optimum at its own size, as `kl-lens plan` finds it. `fro
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -142,6 +143,20 @@ class Generation(Record):
 
 
 @dataclass(frozen=True)
+class Judged:
+    """What one text says of a plan or its file. Numbers of different texts are never set beside each other."""
+
+    kl: Estimate | None = None
+    perplexity: Estimate | None = None
+    original: float | None = None  # its perplexity
+    change_error: float = math.nan  # of the change in perplexity, paired
+    same_top: Estimate | None = None
+    circumstances: str = ""
+    is_test: bool = False  # on test text; else on that which chose the plan
+    stands_in: bool = False  # PyTorch was judged in place of the file
+
+
+@dataclass(frozen=True)
 class Command:
     line: str
     words: tuple[str, ...]
@@ -260,22 +275,44 @@ class RunView:
             return plan.predicted_kl
         return plan.predicted_kl * space.problem.interaction / plan.interaction
 
-    def measured_kl(self, plan: Plan, target: str | None) -> tuple[Estimate | None, str]:
-        """Of the target's file where it was evaluated, else of the plan in PyTorch; and on which text."""
-        score = (
-            self.score(Subject(ARTIFACT, plan.name, target), "divergence")
-            if target
-            else None
-        )
-        if score is not None:
-            judge = (
-                "files" if score.subject.what == ARTIFACT else "in PyTorch, as deployed"
+    def judged(self, plan: Plan, target: str | None) -> Judged:
+        """Of the target's file where it was evaluated, else of the plan in PyTorch."""
+        file = Subject(ARTIFACT, plan.name, target)
+        scores = (self.score(file, kind) for kind in ("divergence", "perplexity"))
+        score = next(filter(None, scores), None) if target else None
+        if score is None:
+            if (held_out := plan.measured) is None:
+                return Judged()
+            perplexity = held_out.perplexity
+            return Judged(
+                held_out.kl,
+                perplexity,
+                held_out.original_perplexity,
+                perplexity.standard_error,
+                circumstances=f"in PyTorch, on {held_out.place}",
             )
-            return score.values.get("kl_mean"), f"{judge}, on {score.what}"
-        measured = plan.measured
-        return (
-            (measured.kl, f"in PyTorch, on {measured.place}") if measured else (None, "")
+        values = self._on_text_of(score, score.subject)
+        original = self._on_text_of(score, Subject(ORIGINAL)).get("token_perplexity")
+        judge = "files" if score.subject.what == ARTIFACT else "in PyTorch, as deployed"
+        return Judged(
+            values.get("kl_mean"),
+            values.get("token_perplexity"),
+            None if original is None else original.value,
+            values.get("token_perplexity_change", Estimate(0.0)).standard_error,
+            values.get("same_top"),
+            f"{judge}, on {score.what}",
+            True,
+            score.subject.what != ARTIFACT,
         )
+
+    def _on_text_of(self, score: Score, subject: Subject) -> dict[str, Estimate]:
+        """All values of a subject on the same windows of the same text."""
+        values = dict[str, Estimate]()
+        for other in self.scores:
+            same = (other.what, other.protocol) == (score.what, score.protocol)
+            if same and other.subject.key == subject.key:
+                values |= other.values
+        return values
 
 
 def runtime_of(subject: Subject) -> str:

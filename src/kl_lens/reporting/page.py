@@ -37,8 +37,8 @@ _PAGE = """<!doctype html>
 script-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">
 <link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
-<body><svg class="defs" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" \
-patternUnits="userSpaceOnUse"><path d="M0 5L5 0"/></pattern></defs></svg>
+<body><svg class="defs" aria-hidden="true"><defs><pattern id="hatch" width="6" height="6" \
+patternUnits="userSpaceOnUse"><path d="M0 6L6 0"/><path d="M-1 5L5 -1M5 7L7 5"/></pattern></defs></svg>
 <div class="page"><header><h1>{title}</h1>
 <nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main></div>
 <script>{script}</script></body></html>

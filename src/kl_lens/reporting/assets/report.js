@@ -2,6 +2,31 @@
 // and keyboard, and sorting of tables. It sends and loads nothing.
 // Words only ever go in as text: what a model or file is called stays text.
 (() => {
+  // `3MB`, `3,5 GiB`, `40%` of FP16, `0.01`, `0,01 nats`: a number, or NaN. One comma alone is a decimal point.
+  const UNITS = { "": 1, b: 1, k: 1e3, m: 1e6, g: 1e9, t: 1e12, ki: 2 ** 10, mi: 2 ** 20, gi: 2 ** 30, ti: 2 ** 40 };
+  const parsed = (text, whole) => {
+    const [, digits, unit] = /^\s*([\d.,]+(?:e[-+]?\d+)?)\s*(\S*?)(?:\s+per\s+\w+)?\s*$/i.exec(text) ?? [];
+    if (digits === undefined) return NaN;
+    const thousands = /^\d+,\d+[.]/.test(digits) || /,.*,/.test(digits);
+    const value = Number(thousands ? digits.replaceAll(",", "") : digits.replace(",", "."));
+    if (whole === undefined) return /^(nats?)?$/i.test(unit) ? value : NaN;
+    if (unit === "%") return whole * value / 100;
+    return value * (UNITS[unit.toLowerCase().replace(/(?<=.)b$/, "")] ?? NaN);
+  };
+  // The position of the slider within a limit (0: size, 1: KL), or undefined; and what to say.
+  const chosen = ({ positions, whole }, text, by) => {
+    if (!text.trim()) return [undefined, ""];
+    const limit = parsed(text, by ? undefined : whole);
+    if (!(limit >= 0)) return [undefined, `“${text}” is no ${by ? "KL; examples: 0.01, 1e-3" : "size; examples: 3MB, 40%"}`];
+    const fits = positions.map((p, i) => i).filter((i) => positions[i][by] <= limit);
+    if (!fits.length) return [undefined, `no file is as small: at least ${positions[0][5]}`];
+    return [by ? fits[0] : fits.at(-1), ""];
+  };
+  if (typeof document === "undefined") {  // tests without a browser
+    globalThis.chosen = chosen;
+    return;
+  }
+
   const tip = document.createElement("div");
   tip.id = "tip";
   tip.hidden = true;
@@ -51,10 +76,6 @@
   // The slider walks the frontier that Python computed; the map shows the plan at the slider, or one format.
   const block = document.getElementById("explorer-data");
   const { components, spaces } = block ? JSON.parse(block.textContent) : { spaces: [] };
-  const parsed = (text) => {
-    const match = /^\s*([\d.]+(?:e[-+]?\d+)?)\s*([kmg]?)/i.exec(text.replaceAll(",", ""));
-    return match ? Number(match[1]) * { "": 1, k: 1e3, m: 1e6, g: 1e9 }[match[2].toLowerCase()] : NaN;
-  };
   for (const place of document.querySelectorAll(".explorer")) {
     const space = spaces[place.dataset.space], find = (selector) => place.querySelector(selector);
     const slider = find("input[type=range]"), select = find("select"), reading = find(".reading"), made = find(".made");
@@ -79,7 +100,7 @@
     const move = () => {
       const [bytes, kl, x, y, , size, loss, rest, file] = space.positions[slider.value];
       [size, loss, rest].forEach((words, i) => { reading.children[i].textContent = words; });
-      made.textContent = file ? `made already: ${file}` : `${space.command} --max-bytes ${bytes} --name plan-${size.replace(" ", "")}`;
+      made.textContent = file ? file : `${space.command} --max-bytes ${bytes} --name plan-${size.replace(" ", "")}`;
       slider.setAttribute("aria-valuetext", `${size}, ${loss}`);
       Object.assign(place.dataset, { bytes, kl, file });
       here.setAttribute("cx", x);
@@ -99,9 +120,9 @@
     };
     for (const field of place.querySelectorAll(".limit")) {
       field.addEventListener("change", () => {
-        const limit = parsed(field.value), by = Number(field.dataset.by);
-        const fits = space.positions.map((p, i) => i).filter((i) => space.positions[i][by] <= limit);
-        if (fits.length) slider.value = by ? fits[0] : fits.at(-1);
+        const [index, words] = chosen(space, field.value, Number(field.dataset.by));
+        find(".said").textContent = words;
+        if (index !== undefined) slider.value = index;
         move();
       });
     }
@@ -110,6 +131,52 @@
     find(".map").addEventListener("click", (event) => open(event.target));
     for (const hidden of place.querySelectorAll("[hidden]")) hidden.hidden = false;
     move();
+  }
+
+  // What can be taken along: commands, and tables as text or CSV.
+  const button = (words, act) => {
+    const made = document.createElement("button");
+    made.type = "button";
+    made.className = "tool";
+    made.textContent = words;
+    made.addEventListener("click", async () => {
+      await act();
+      made.textContent = `${words} ✓`;
+      setTimeout(() => { made.textContent = words; }, 1500);
+    });
+    return made;
+  };
+  const copy = async (text) => {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {  // not allowed here: the old way
+      const area = document.createElement("textarea");
+      area.value = text;
+      document.body.append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
+  };
+  for (const pre of document.querySelectorAll("pre")) pre.after(button("Copy", () => copy(pre.textContent)));
+  for (const table of document.querySelectorAll("table")) {
+    const cells = (value) => [...table.rows].map((row) => [...row.cells].map(value));
+    const name = (table.caption?.textContent ?? "table").toLowerCase().replace(/[^a-z0-9]+/g, "-").slice(0, 60);
+    // A text that begins like a formula is not run by the spreadsheet that opens it.
+    const quoted = (text) => `"${(/^[=+@-]/.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text).replaceAll('"', '""')}"`;
+    const tools = document.createElement("div");
+    tools.className = "tools";
+    tools.append(
+      button("Copy", () => copy(cells((cell) => cell.textContent).map((row) => row.join("\t")).join("\n"))),
+      button("CSV", () => {
+        const link = document.createElement("a");
+        const lines = cells((cell) => quoted(cell.dataset.v ?? cell.textContent)).map((row) => `${row.join(",")}\r\n`);
+        link.href = `data:text/csv;charset=utf-8,${encodeURIComponent(`\ufeff${lines.join("")}`)}`;
+        link.download = `${name}.csv`;
+        link.click();
+      }),
+    );
+    table.closest(".scroll").after(tools);
   }
 
   // Tables: numbers as numbers, text as people sort it (layers.2 before layers.10); what is not known goes last.

@@ -3,8 +3,10 @@ numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
+from typing import Any
 
 from kl_lens.autopsy import Autopsy
 from kl_lens.base.version import __version__
@@ -31,6 +33,9 @@ _TEXT_FIELDS = (
     "seed",
     "fingerprint",
 )
+
+
+_USES = {"task": "task", "positions": "loss along the text"}
 
 
 def section(view: RunView) -> Section | None:
@@ -238,26 +243,38 @@ def _pairs(pairs: dict[str, object]) -> Html:
 
 def _texts(view: RunView) -> Html:
     rows = []
-    for role, text in view.texts.items():
+    for use, text in _every_text(view):
         values = ["–" if text.get(name) is None else text[name] for name in _TEXT_FIELDS]
         begins = "–" if text.get("bos") is None else f"BOS (token {text['bos']})"
-        rows.append([role, shown_place(values[0]), *values[1:], begins])
-    texts = table(
-        ["used for", *_TEXT_FIELDS, "windows begin with"],
-        rows,
-        sortable=False,
-        caption="Texts, splits and seeds",
-    )
+        row = [use, shown_place(values[0]), *values[1:], begins]
+        if row not in rows:
+            rows.append(row)
+    columns = ["used for", *_TEXT_FIELDS, "windows begin with"]
+    whole = table(columns, rows, sortable=False, caption="Texts, splits and seeds")
     lost = dict.fromkeys(text["lost"] for text in view.texts.values() if "lost" in text)
-    return join(
-        [
-            texts,
-            *map(note, lost),
-            note(
-                "A run whose held-out or test windows overlap those of calibration is refused."
-            ),
-        ]
+    words = (
+        "A run whose held-out or test windows overlap those of calibration is refused."
     )
+    return join([whole, *map(note, lost), note(words)])
+
+
+def _every_text(view: RunView) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What each text was used for, and what is known of it."""
+    yield from view.texts.items()
+    for plan in view.plans:
+        if plan.measured:
+            source, _, split = plan.measured.text.partition(":")
+            about = {"source": source, "split": split, "windows": plan.measured.windows}
+            yield "judging plans", about
+    for score in view.scores:
+        protocol = score.protocol
+        names = {
+            "source": protocol.get("dataset", score.what),
+            "length": protocol.get("window"),
+        }
+        yield _USES.get(score.kind, "judging files"), {**protocol, **names}
+    for autopsy in view.autopsies:
+        yield "autopsy", {"source": autopsy.text}
 
 
 def _commands(view: RunView) -> Html:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 from kl_lens.base.units import human_speed
@@ -35,7 +36,7 @@ from kl_lens.reporting.names import (
     size,
     with_error,
 )
-from kl_lens.run.records import PREDICTED, Component, Measurement
+from kl_lens.run.records import PREDICTED, Component, Measurement, Plan
 from kl_lens.weights.recipes import FP16, Recipe
 
 _NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
@@ -72,7 +73,7 @@ class Explorer:
         """Plans whose KL was measured as a whole."""
         measured = []
         for plan in self.view.plans_of(self.space.target):
-            kl = self.view.measured_kl(plan, self.space.target)[0]
+            kl = self.view.judged(plan, self.space.target).kl
             stored = self.view.cost(plan).stored
             if kl is not None and set(stored.values()) != {FP16}:
                 size_ = self.view.bytes_of(plan, self.space.target)
@@ -180,11 +181,8 @@ class Explorer:
         """Size; KL; the rest."""
         share = percent(position.bytes / self.view.fp16_of(self.space.target))
         if position.file:
-            kind = "Stock file" if position.file.family == "stock" else "File of this run"
-            sentence = (
-                f"{kind} {plan_title(position.file.name)}, {share} of FP16, as measured: "
-            )
-            sentence += "no plan of this size loses less."
+            title = plan_title(position.file.name)
+            sentence = f"Measured file {title} ({share} of FP16). No smaller loss is known at this size."
             return size(position.bytes), f"KL {with_error(position.measured)}", sentence
         weights = {c.name: c.parameters for c in self.components}
         formats = Counter[Recipe]()
@@ -297,13 +295,14 @@ class Explorer:
             tag(
                 "label",
                 "Size at most ",
-                tag("input", type="text", class_="limit", data_by="0", size=9),
+                _field("0", "3MB or 40%"),
             ),
             tag(
                 "label",
                 "or KL at most ",
-                tag("input", type="text", class_="limit", data_by="1", size=9),
+                _field("1", "0.01"),
             ),
+            tag("output", class_="said"),
             class_="knobs",
             hidden=True,
         )
@@ -327,7 +326,7 @@ class Explorer:
         )
         line = tag("pre", tag("code", class_="made"), hidden=True)
         texts = dict.fromkeys(
-            self.view.measured_kl(p.file, self.space.target)[1]
+            self.view.judged(p.file, self.space.target).circumstances
             for p in self.files
             if p.file
         )
@@ -403,7 +402,7 @@ class Explorer:
                 round(charts.HEIGHT - y.place(max(p.kl, y.low), charts.HEIGHT), 1),
                 [code[p.stored.get(c.name, FP16)] for c in self.components],
                 *self.words(p),
-                p.file.name if p.file else "",
+                self._place(p.file) if p.file else "",
             ]
             for p in self.positions
         ]
@@ -411,6 +410,7 @@ class Explorer:
             "command": shlex.join(
                 ["kl-lens", "plan", "--run", self.view.folder, *target]
             ),
+            "whole": self.view.fp16_of(self.space.target),
             "recipes": self.recipes,
             "colours": [charts.bits_colour(recipe.grid.bits) for recipe in self.recipes],
             "cells": [i for i, _, _ in self.cells],
@@ -422,6 +422,14 @@ class Explorer:
             ],
         }
 
+    def _place(self, plan: Plan) -> str:
+        """Where the file of a plan is, or the plan."""
+        artifact = self.view.artifacts.get(f"{self.space.target}/{plan.name}")
+        if artifact is None:
+            return str(PurePath(self.view.folder, "plans", f"{plan.name}.json"))
+        place = PurePath(self.view.folder, "artifacts", artifact.target, plan.name)
+        return str(place / artifact.files[0] if len(artifact.files) == 1 else place)
+
     def _coded(self, component: Component, recipe: Recipe) -> list[Any]:
         """Level, words, whether it was predicted."""
         m = self.known.get((component.name, recipe))
@@ -432,6 +440,17 @@ class Explorer:
             self.told(m),
             int(m.compute_dtype == PREDICTED),
         ]
+
+
+def _field(quantity: str, example: str) -> Html:
+    return tag(
+        "input",
+        type="text",
+        class_="limit",
+        data_by=quantity,
+        size=14,
+        placeholder=example,
+    )
 
 
 def rows_of(components: Sequence[Component]) -> Mapping[str, str]:

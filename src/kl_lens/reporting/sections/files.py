@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from kl_lens.reporting import answer
@@ -23,6 +24,8 @@ from kl_lens.reporting.names import (
     fixed_with_error,
     number,
     percent,
+    plan_title,
+    runtime_title,
     short_title,
     size,
     subject_title,
@@ -52,6 +55,7 @@ def section(view: RunView) -> Section | None:
     parts = [
         *scores,
         details("Every plan, and what it is made of", plans) if scores else plans,
+        _unjudged(view),
         note(_protocol(view)),
     ]
     return Section("files", "The files", join(parts))
@@ -102,6 +106,22 @@ def _scores(view: RunView, stars: frozenset[str]) -> list[Html]:
     return tables
 
 
+def _unjudged(view: RunView) -> Html | None:
+    """Files that nobody has evaluated yet."""
+    judged = {score.subject.file_key for score in view.scores}
+    files = [
+        f"{plan_title(artifact.plan)} for {runtime_title(artifact.target)} ({size(artifact.realised_bytes)})"
+        for artifact in view.artifacts.values()
+        if Subject(ARTIFACT, artifact.plan, artifact.target).key not in judged
+    ]
+    if not files:
+        return None
+    command = tag("code", shlex.join(["kl-lens", "evaluate", "--run", view.folder]))
+    return note(
+        f"Exported, not evaluated yet: {', '.join(files)}. To evaluate: ", command
+    )
+
+
 def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list[object]:
     values = {k: v for score in scores for k, v in score.values.items()}
     bytes_ = view.subject_bytes(subject)
@@ -119,7 +139,7 @@ def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list
     memory = profile and profile.peak_memory_bytes
     return [
         subject_title(subject),
-        Cell(size(bytes_), bytes_),
+        "–" if subject.what == ORIGINAL else Cell(size(bytes_), bytes_),
         "0" if subject.what == ORIGINAL else with_error(values.get("kl_mean")),
         number(view.predicted_kl(plan) if plan else None),
         *(
@@ -200,8 +220,8 @@ def speed(view: RunView) -> Section | None:
         groups.setdefault((profile.device, profile.protocol), []).append(profile)
     parts: list[Html | None] = [
         note(
-            "Speeds are medians of all turns, bars their quartiles. × FP16 compares the turns that nothing disturbed, "
-            "of one session, with a 95 % interval."
+            "Speeds are medians of all repeats, bars their quartiles. × FP16: speed relative to the FP16 file of the "
+            "same session, with a 95 % interval, from undisturbed repeats only."
         )
     ]
     for (device, protocol), profiles in groups.items():
@@ -217,7 +237,15 @@ def speed(view: RunView) -> Section | None:
 
 
 def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
-    """Over file size, one series per runtime."""
+    """Over file size, one series per runtime; without what was not measurable."""
+    ratios = [answer.speed_ratio(profile) for profile in profiles]
+    profiles = [
+        profile
+        for profile, ratio in zip(profiles, ratios, strict=True)
+        if ratio is None or not ratio.obstacle
+    ]
+    if len(profiles) < min(2, len(ratios)):
+        return None
     timing = next(
         (name for name in _TIMINGS if any(name in p.timings for p in profiles)), None
     )
@@ -267,7 +295,13 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
         [v for d in dots for v in (d.low or d.y, d.high or d.y)]
         + [v for s in lines for _, v in s.points],
     )
-    caption = "Dashed: the limit of the machine's memory." if lines else ""
+    caption = ""
+    if lines:
+        rate = max(p.bound["read_bandwidth"] for p in shown if p.bound)
+        caption = (
+            f"Dashed: the bound, where every weight that a token needs is read once, at {size(rate)} per second. "
+            "A file that fits into the processor's caches may be above it."
+        )
     x = axis(f"size of the file, {unit}", [d.x for d in dots])
     return figure(
         f"{title[0].upper()}{title[1:]} against size",
@@ -277,15 +311,7 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
 
 
 def _notes(profiles: Sequence[Profile]) -> list[Html]:
-    notes = []
-    if rates := [
-        p.bound["read_bandwidth"] for p in profiles if p.bound.get("read_bandwidth")
-    ]:
-        words = f"The bound: every weight that a token needs is read once, at {size(max(rates))} per second. "
-        notes.append(
-            note(words, "A file that fits into the processor's caches may be above it.")
-        )
-    notes += [
+    notes = [
         note(line)
         for line in (*answer.libraries(profiles), *answer.unmeasurable(profiles))
     ]
