@@ -150,7 +150,7 @@ def test_the_page_step_by_step_has_the_answer_and_its_numbers_are_those_of_the_j
     ).fetchone()
     row = next(r for r in layers.all("tr") if "backbone.embeddings" in r.words)
     column = [h.words for h in layers.all("th")].index("q4_0")
-    alone = json.loads(sums)["kl_teacher_to_student"] / 31  # predicted tokens
+    alone = json.loads(sums)["kl_teacher_to_student"] / 32
     assert float(row.all("td")[column].attributes["data-v"]) == pytest.approx(alone)
     plan = json.loads((folder / "plans/half.json").read_text())
     assert plan["bytes"] + plan["fixed_bytes"] == size
@@ -159,7 +159,7 @@ def test_the_page_step_by_step_has_the_answer_and_its_numbers_are_those_of_the_j
     for component, recipe, text in journal.execute(
         "SELECT component, format, sums FROM samples"
     ):
-        parts[component, recipe] = json.loads(text)["kl_teacher_to_student"] / 31
+        parts[component, recipe] = json.loads(text)["kl_teacher_to_student"] / 32
     total = sum(parts[pair] for pair in plan["assignment"].items() if pair[1] != "fp16")
     assert rest <= {"q4_0", "q8_0"}
     assert plan["predicted_kl"] == pytest.approx(plan["interaction"] * total)
