@@ -18,9 +18,9 @@ import transformers
 
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.carried import carried_by
-from kl_lens.planning import held_by
 from kl_lens.profiling.memory import fresh_process
 from kl_lens.run.records import Plan
+from kl_lens.study.memory import held_by
 from kl_lens.targets import SessionSettings, get_target
 from kl_lens.targets.abilities import Usage
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe

@@ -13,7 +13,6 @@ from kl_lens.planning.files import (
     require_distinct as require_distinct,
     write_plan as write_plan,
 )
-from kl_lens.planning.memory import held_by as held_by
 from kl_lens.planning.predict import (
     Cost as Cost,
     Predictor as Predictor,

@@ -31,7 +31,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 _LENGTHS = Kind(
-    _lengths, lambda each: ",".join(map(str, each)), "LIST", int, 1, of.MOST_TOKENS
+    _lengths, lambda lengths: ",".join(map(str, lengths)), "LIST", int, 1, of.MOST_TOKENS
 )
 
 
@@ -108,6 +108,6 @@ def time_files(
             timings=(*timings, *([published] if protocol != USE else [])),
             run=run,
             started=lambda total: progress.started(total, 0),
-            advanced=lambda what: progress.advanced(1, what),
+            advanced=lambda step: progress.advanced(1, step),
         )
         return BenchmarkResult(measuring.measure(places))

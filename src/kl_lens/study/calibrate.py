@@ -52,13 +52,13 @@ class LearningText:
 
     def drawn(self, run: Run | None, model: LoadedModel, session: Session) -> Windows:
         measured = (run and run.text_identity(CALIBRATION)) or {}
-        own = (
+        source = (
             label_of(measured["source"], measured["split"]) if measured else DEFAULT_TEXT
         )
         length = self.window_length or measured.get("length", model.task.window_length)
         seed = measured.get("seed", DEFAULT_SEED) + 1 if self.seed is None else self.seed
         drawn = partial(
-            session.drawn, self.text or own, model.task, length=length, seed=seed
+            session.drawn, self.text or source, model.task, length=length, seed=seed
         )
         windows = self.windows or min(
             DEFAULT_WINDOWS, drawn(windows=1).stream_tokens // length
@@ -146,7 +146,7 @@ def gather_statistics(
                 model,
                 windows,
                 run.folder,
-                progress=lambda done, _: shown.advanced(1, f"block {done - 1}"),
+                progress=lambda blocks, _: shown.advanced(1, f"block {blocks - 1}"),
             )
     session.drop_statistics()
     for component, note in statistics.notes.items():

@@ -41,23 +41,23 @@ def _target_options(within: str) -> list[Option]:
     """The export options of all targets, each flag once."""
     options: dict[str, Option] = {}
     for name in TARGETS:
-        for each in describe_target(name).options:
-            kind = _KINDS[each.kind]
-            switch = each.kind == "switch"
+        for choice in describe_target(name).options:
+            kind = _KINDS[choice.kind]
+            switch = choice.kind == "switch"
             option = Option(
-                each.keyword,
-                each.flag,
+                choice.keyword,
+                choice.flag,
                 kind,
                 None,
-                each.help,
+                choice.help,
                 kind.metavar,
                 name,
                 is_switch=switch,
-                bare=each.given if switch else None,
-                attribute=each.keyword,
+                bare=choice.given if switch else None,
+                attribute=choice.keyword,
                 within=within,
             )
-            options.setdefault(each.flag, option)
+            options.setdefault(choice.flag, option)
     return list(options.values())
 
 
@@ -99,7 +99,7 @@ class ExportSettings(Settings):
             raise PlanError(
                 f"--weights disk does not work with --target {target.name}: it needs the whole model"
             )
-        unknown = set(self.options) - {each.keyword for each in target.options}
+        unknown = set(self.options) - {option.keyword for option in target.options}
         for choice in _target_options(""):
             if choice.name in unknown:
                 raise PlanError(
@@ -140,8 +140,8 @@ class ExportedFile:
 
     @property
     def has_tokenizer(self) -> bool:
-        own = self.artifact.settings.get("tokenizer", "none") != "none"
-        return own or TOKENIZER_FILE in self.artifact.files
+        named = self.artifact.settings.get("tokenizer", "none") != "none"
+        return named or TOKENIZER_FILE in self.artifact.files
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from kl_lens.base.errors import KLLensError
 from kl_lens.model import LoadedModel
 from kl_lens.model.carried import Carried, carried_from
-from kl_lens.planning import held_by
 from kl_lens.run.records import Component
 from kl_lens.study import settings as of
+from kl_lens.study.memory import held_by
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Limits, Opening, Settings, group, option
 from kl_lens.targets import TARGETS, Target, describe_target, menu_of
@@ -126,8 +126,8 @@ def smallest(target: Target, carried: Carried, recipes: Sequence[Recipe]) -> int
     size = 4 * carried.vectors
     for shape, count in Counter(carried.matrices).items():
         stored = {fitting_recipe(recipe, shape)[0].grid for recipe in recipes}
-        held = (fmt.bytes(shape) for fmt in stored if not target.holds(fmt, shape))
-        size += count * min([2 * math.prod(shape), *held])
+        sizes = (fmt.bytes(shape) for fmt in stored if not target.holds(fmt, shape))
+        size += count * min([2 * math.prod(shape), *sizes])
     return size
 
 

@@ -362,12 +362,12 @@ def measure_recipes(
         screen = None
         losses = dict[Key, float]()
         # Otherwise there are no statistics to predict with, or shards have to agree on what they measure.
-        known = (
+        screens = (
             not exhaustive
             and not share
             and StoredStatistics.held_by(learnt_in) is not None
         )
-        if known and is_worth_it(every, with_a_limit=bool(limits.given)):
+        if screens and is_worth_it(every, with_a_limit=bool(limits.given)):
             screen = Screen(every)
             shown = shown.as_one(
                 expected_work(model, screen, len(windows), windows.length)
@@ -437,8 +437,8 @@ def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -
     grouped_by: dict[tuple[str, str], dict[str, None]] = {}
     for component, recipe, reason in unfit:
         grouped_by.setdefault((recipe.grid.name, reason), {})[component.name] = None
-    for (name, reason), (first, *others) in grouped_by.items():
-        more = f" and {len(others)} more" if others else ""
+    for (name, reason), (first, *more_names) in grouped_by.items():
+        more = f" and {len(more_names)} more" if more_names else ""
         events.warn(f"{first}{more} not measured in {name}: {reason}")
 
 
@@ -480,9 +480,9 @@ def workers_for(
     images = _absolute(opening.images or own_images(source) or "") or None
     # Each worker checks whether the weights fit into its memory.
     room = None if memory_budget == DEFAULT_MEMORY else memory_budget
-    how = asdict(replace(opening, images=images, bos=model.beginning.choice))
-    how |= {"weights": weights, "memory_budget": room}
-    order = Order(_absolute(source), how, model.fingerprint)
+    opened_as = asdict(replace(opening, images=images, bos=model.beginning.choice))
+    opened_as |= {"weights": weights, "memory_budget": room}
+    order = Order(_absolute(source), opened_as, model.fingerprint)
     return hired(order, count, processes.ray, copy, events.note)
 
 
@@ -497,10 +497,10 @@ def _by_default(model: LoadedModel, weights: int, budget: int, operations: float
     )
 
 
-def _absolute(place: str) -> str:
+def _absolute(source: str) -> str:
     """An absolute path if the place exists; other names are unchanged."""
-    expanded = os.path.expanduser(place)
-    return os.path.abspath(expanded) if os.path.exists(expanded) else place
+    expanded = os.path.expanduser(source)
+    return os.path.abspath(expanded) if os.path.exists(expanded) else source
 
 
 def share_of(text: str) -> tuple[int, int]:
@@ -560,7 +560,7 @@ def staged_search(
     first = measured_kl(sweep, screen.first, len(few), SCREENING)
     chosen: list[Candidate] = []
 
-    def known(unsure: float = 1.0) -> SensitivityTable:
+    def table_now(unsure: float = 1.0) -> SensitivityTable:
         """`unsure`: times what is only predicted, once something is measured."""
         measured = measured_kl(sweep, chosen, len(windows))
         values = screen.predicted(errors, first, measured)
@@ -575,8 +575,8 @@ def staged_search(
         )
         return replace(table, measurements=tuple(rows))
 
-    def measure(plans: Sequence[Plan], others: Collection[Key] = ()) -> None:
-        wanted = set(others).union(*(parsed(plan.assignment).items() for plan in plans))
+    def measure(plans: Sequence[Plan], rivals: Collection[Key] = ()) -> None:
+        wanted = set(rivals).union(*(parsed(plan.assignment).items() for plan in plans))
         new = [c for c in screen.candidates if key_of(c) in wanted and c not in chosen]
         if new:
             results.append(sweep.measure(new, windows))
@@ -589,21 +589,26 @@ def staged_search(
             for share in shares:
                 most = fixed + share * (limits.bytes - fixed)
                 with suppress(BudgetError) if share < 1 else nullcontext():
-                    plans.append(_plan(planner, known(UNSURE), max_bytes=most))
+                    plans.append(_plan(planner, table_now(UNSURE), max_bytes=most))
             most = limits.bytes - (planner.held.bytes({}) if planner.held else 0)
-            measure(plans, _stock(planner, known(), plans[-1].predicted_kl or 0.0, most))
+            measure(
+                plans, _stock(planner, table_now(), plans[-1].predicted_kl or 0.0, most)
+            )
     else:
         room = nats_allowed(limits.loss)
         for shares in OF_LOSS:
-            room = _room(planner, known(), room)
+            room = _room(planner, table_now(), room)
             measure(
-                [_plan(planner, known(UNSURE), max_kl=share * room) for share in shares]
+                [
+                    _plan(planner, table_now(UNSURE), max_kl=share * room)
+                    for share in shares
+                ]
             )
     whole = results[-1]
     measured = measured_kl(sweep, chosen, len(windows))
-    if others := screen.samples(measured):
-        results.append(sweep.measure(others, few, SCREENING, noise=False))
-    samples = measured_kl(sweep, others, len(few), SCREENING)
+    if samples_wanted := screen.samples(measured):
+        results.append(sweep.measure(samples_wanted, few, SCREENING, noise=False))
+    samples = measured_kl(sweep, samples_wanted, len(few), SCREENING)
     whole = replace(
         whole,
         candidates=len(chosen),

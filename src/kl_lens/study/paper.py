@@ -95,10 +95,10 @@ def rank_metrics(
 
         def sweep(windows: Windows, role: str, title: str) -> None:
             with events.progress(title) as progress:
-                how = Sweep(
+                sweeping = Sweep(
                     model, run, progress=progress, deployed=kernels, workers=workers
                 )
-                how.measure(candidates, windows, role)
+                sweeping.measure(candidates, windows, role)
 
         sweep(held_out, EVALUATION, "damage on held-out text")
         identity = run.text_identity(CALIBRATION) or {}

@@ -321,13 +321,13 @@ def _say_replaced(planner: TargetPlanner, plan: Plan) -> None:
                 for (_, name), folder in exported_places(run).items()
                 if name == plan.name
             ]
-            kept = (
+            remark = (
                 f"; until the next export, the earlier one stays in {' and '.join(old)}"
                 if old
                 else ""
             )
             planner.session.events.tell(
-                f"{plan.name} replaces another plan of this name{kept}"
+                f"{plan.name} replaces another plan of this name{remark}"
             )
 
 
@@ -399,7 +399,7 @@ def plan_within(
     limits = planner.limits
     _require_storable(planner, table, choosing)
     if loss := limits.loss:  # on both halves of the held-out text
-        found = planning.plan_for_loss(
+        search = planning.plan_for_loss(
             _problem(planner, table, choosing, interaction=1.0),
             lambda plan: planner.lost(plan, loss),
             max_loss=nats_allowed(loss),
@@ -407,11 +407,11 @@ def plan_within(
         )
         limit = spell_share(loss["drop"]) if "drop" in loss else f"{loss['loss']:g} nats"
         events.note(
-            f"target {limit}: {found.evaluations} plans measured; the smallest that fits loses at most "
-            f"{found.loss:.4g} nats per token, one standard error included, on each half of "
+            f"target {limit}: {search.evaluations} plans measured; the smallest that fits loses at most "
+            f"{search.loss:.4g} nats per token, one standard error included, on each half of "
             f"{planner.halves[0].text.label}"
         )
-        return planner.sized(replace(found.plan, limits=loss))
+        return planner.sized(replace(search.plan, limits=loss))
     max_bytes = limits.bytes
     speed = None
     if target is not None and budgets.by_speed:
@@ -427,8 +427,8 @@ def plan_within(
             speed=speed,
             fixed_bytes=fixed_bytes,
         )
-        how = {"max_bytes": max_bytes, "name": choosing.name, **asdict(budgets)}
-        solution = planning.plan_for_budget(problem, **how)
+        wanted = {"max_bytes": max_bytes, "name": choosing.name, **asdict(budgets)}
+        solution = planning.plan_for_budget(problem, **wanted)
         solutions.append(solution)
         return solution.plan
 
@@ -489,16 +489,16 @@ def plan_within(
 
 def _held(planner: TargetPlanner, plan: Plan) -> str:
     """Where the memory goes."""
-    held = planner.held
-    assert held is not None
-    caches = plan.held_bytes - held.fixed
+    besides = planner.held
+    assert besides is not None
+    caches = plan.held_bytes - besides.fixed
     formats = ", ".join(f"{kind} in {name}" for kind, name in plan.caches.items())
-    unmeasured = any(len(group.choices) == 1 for group in held.caches)
+    unmeasured = any(len(group.choices) == 1 for group in besides.caches)
     more = "; kl-lens measure --states measures others" if unmeasured else ""
     return (
         f"memory {human_bytes(plan.memory_bytes)}: file {human_bytes(plan.file_bytes or 0)}, states "
-        f"{human_bytes(held.states)}, caches {human_bytes(caches)}{f' ({formats}{more})' if formats else ''}, the "
-        f"runtime itself {human_bytes(held.runtime)}"
+        f"{human_bytes(besides.states)}, caches {human_bytes(caches)}{f' ({formats}{more})' if formats else ''}, the "
+        f"runtime itself {human_bytes(besides.runtime)}"
     )
 
 
@@ -552,8 +552,8 @@ def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
     model.weights.learnt_by(recipes.values(), plan.statistics)
     drawn, text = _tuning_text(planner, windows)
     rates = TuningRates()
-    known = (model.fingerprint, model.weights.digests(recipes), text.fingerprint)
-    facts = [TUNING_VERSION, *known, asdict(rates)]
+    weights = (model.fingerprint, model.weights.digests(recipes), text.fingerprint)
+    facts = [TUNING_VERSION, *weights, asdict(rates)]
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=4).hexdigest()
     spelled = {
         name: Recipe(recipe.grid.name, f"{TUNED}-{digest}")
@@ -571,10 +571,10 @@ def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
         )
         with going_on(run.folder), events.progress(f"tuning {plan.name}") as shown:
 
-            def advance(done: int, steps: int) -> None:
-                if done == 1:
+            def advance(step: int, steps: int) -> None:
+                if step == 1:
                     shown.started(steps, 0)
-                shown.advanced(1, f"step {done}")
+                shown.advanced(1, f"step {step}")
 
             for name, quantized in tuned(
                 model, recipes, text.ids, rates, advance
@@ -624,11 +624,13 @@ def _tuning_text(planner: TargetPlanner, windows: int) -> tuple[Windows, Windows
         measured,
         *([session.drawn_again(learnt.identity["text"], task)] if learnt else []),
     ]
-    taken = [start for text in used if text.label == drawn.label for start in text.starts]
+    used_starts = [
+        start for text in used if text.label == drawn.label for start in text.starts
+    ]
     apart = [
         i
         for i, start in enumerate(drawn.starts)
-        if all(abs(start - t) >= drawn.length for t in taken)
+        if all(abs(start - t) >= drawn.length for t in used_starts)
     ]
     if not apart:
         raise TextError(

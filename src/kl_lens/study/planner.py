@@ -26,6 +26,7 @@ from kl_lens.run.records import (
     Plan,
     SensitivityTable,
 )
+from kl_lens.study.memory import held_by
 from kl_lens.study.session import Session
 from kl_lens.study.settings import HeldOut, Limits
 from kl_lens.targets import computed_as, get_target
@@ -64,7 +65,7 @@ class TargetPlanner:
         if use is None or self.target is None:
             return None
         carried = carried_by(self.model.config, self.model.name)
-        return planning.held_by(
+        return held_by(
             self.target, carried, use, self.run.states(), self.limits.memory or 0
         )
 
@@ -192,15 +193,15 @@ class TargetPlanner:
         fixed = self.fixed_bytes
         best: Plan | None = None
         for _ in range(ROUNDS):
-            made = make(fixed)
-            plan = self.sized(made)
+            solution = make(fixed)
+            plan = self.sized(solution)
             size = plan.file_bytes
             assert size is not None
             size += plan.held_bytes
             if size <= max_bytes and (best is None or _loses_less(plan, best)):
                 best = plan
             # Correct the bytes besides the weights. A byte too many can cost a plan that just fits.
-            wrong = plan.fixed_bytes - made.fixed_bytes
+            wrong = plan.fixed_bytes - solution.fixed_bytes
             if wrong == 0 or (wrong > 0 and best is not None):
                 break
             fixed += wrong if best is not None else max(wrong, size - max_bytes)
@@ -210,7 +211,7 @@ class TargetPlanner:
                 best and not _loses_less(rival, best)
             ):
                 continue
-            plan = self.sized(replace(rival, name=made.name, limits=made.limits))
+            plan = self.sized(replace(rival, name=solution.name, limits=solution.limits))
             if (plan.file_bytes or 0) <= max_bytes:
                 best = plan
         if best is not None:
@@ -310,7 +311,7 @@ class TargetPlanner:
             recommended = [replace(own_plan, contest=sentence, notes=notes)]
         else:
             winner = next(plan for plan in stock if plan.name == contest.winner)
-            taken = replace(
+            winning = replace(
                 winner,
                 name=own_plan.name,
                 made_by=f"{winner.made_by}; replaces our own plan",
@@ -320,7 +321,7 @@ class TargetPlanner:
             )
             recommended = [
                 self.sized(replace(own_plan, name=f"{own_plan.name}.own")),
-                self.sized(taken),
+                self.sized(winning),
             ]
         return [*measured[: len(plans) - 1], *stock, *recommended]
 
@@ -388,7 +389,7 @@ class TargetPlanner:
             return self.keeps(by_name[rival.name].assignment, ours.limits)
 
         return choosing.contest(
-            contender(ours), [contender(each) for each in rivals], keeps=keeps
+            contender(ours), [contender(rival) for rival in rivals], keeps=keeps
         )
 
 
@@ -403,8 +404,8 @@ def limited_loss(result: JointResult, limits: Mapping[str, float]) -> Estimate:
     return result.delta_cross_entropy if "drop" in limits else result.kl
 
 
-def _loses_less(plan: Plan, other: Plan) -> bool:
-    return (plan.predicted_kl or 0.0) < (other.predicted_kl or 0.0)
+def _loses_less(plan: Plan, rival: Plan) -> bool:
+    return (plan.predicted_kl or 0.0) < (rival.predicted_kl or 0.0)
 
 
 def _stored(plan: Plan) -> dict[str, Recipe]:

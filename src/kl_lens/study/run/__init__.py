@@ -43,9 +43,9 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
     folder = of.new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
-        known = journal.text_identity(CALIBRATION)
+        text = journal.text_identity(CALIBRATION)
         settings = _completed(
-            settings, model, None if known is None else int(known["windows"])
+            settings, model, None if text is None else int(text["windows"])
         )
         # It holds the lock until the end.
         journal.note_command(["kl-lens", *of.command_of(settings)])
@@ -55,7 +55,7 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
             folder / "run.yaml",
             of.as_yaml(replace(settings, model=model.source or settings.model)),
         )
-        if known is None:
+        if text is None:
             with suppress(KLLensError):  # it cannot be estimated
                 opened = time.perf_counter() - begin
                 expected = estimate(settings, model, opened)

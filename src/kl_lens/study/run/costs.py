@@ -82,13 +82,13 @@ class Costs:
         }
         load = LoadMeter()
         of_block = _seconds_of_blocks(model, self.windows, self._length)
-        left = torch.ones(256, 2048)
+        rows = torch.ones(256, 2048)
         right = torch.ones(2048, 2048)
-        product = _shortest(lambda: torch.mm(left, right), left.device)
+        product = _shortest(lambda: torch.mm(rows, right), rows.device)
         self.busy = min(0.9, sum(load.read().values()))
         alone = 1 - self.busy  # of these seconds, if nothing else used the processors
         share = 1.0 if model.device.type == "cuda" else alone
-        products = left.numel() * len(right)
+        products = rows.numel() * len(right)
         self._weights = sum(c.parameters for c in anatomy.components)
         self._inside = sum(
             c.parameters for c in anatomy.candidates if c.block is not None
@@ -112,7 +112,9 @@ class Costs:
     # -- stages -------------------------------------------------------------------------------------------------
 
     def learning(self) -> Cost | None:
-        candidates = [c for some in self._candidates.values() for c in some]
+        candidates = [
+            c for candidates_of in self._candidates.values() for c in candidates_of
+        ]
         if not any(c.recipe.quantizer.learns for c in candidates):
             return None
         shapes = {c.component.name: c.component.shape for c in candidates}.values()
@@ -139,12 +141,12 @@ class Costs:
             passes += (1 + len(measure.OF_LOSS)) * self._held_out / 2  # whole plans
             names = {c.component.name for c in candidates}
             share = min(1.0, measure.MEASURED * len(names) / len(candidates))
-        made = sum(
+        learnt_bytes = sum(
             c.recipe.grid.bytes(c.component.shape)
             for c in candidates
             if c.recipe.quantizer.learns
         )
-        disk = share * (made + len(candidates) * windows * length * 5)
+        disk = share * (learnt_bytes + len(candidates) * windows * length * 5)
         seconds = self._text(passes) + self._window * total
         if target == self._targets[0]:
             seconds += self.compiling

@@ -95,9 +95,11 @@ class ExportRecommended(Export):
         folder = job.folder / "artifacts" / self.target / name
         size = human_bytes(read_artifact(folder).realised_bytes)
         loss = job.plans()[name].measured
-        told = "" if loss is None else f", KL about {loss.kl.value:.2g} on held-out text"
+        quality = (
+            "" if loss is None else f", KL about {loss.kl.value:.2g} on held-out text"
+        )
         job.events.tell(
-            f"{folder}: {size}{told}; it can be used while what follows proves it"
+            f"{folder}: {size}{quality}; it can be used while what follows proves it"
         )
         job.exported[self.target] = folder
 

@@ -98,20 +98,22 @@ class Job:
             return
         tried = self.left_out | self.without_file
         whole = "; ".join(f"{name}: {why}" for name, why in tried.items())
-        others = [name for name in TARGETS if self._would_do(name)]
+        suitable = [name for name in TARGETS if self._would_do(name)]
         advice = (
-            f"--targets {','.join(others)} would do" if others else "no target would do"
+            f"--targets {','.join(suitable)} would do"
+            if suitable
+            else "no target would do"
         )
-        told = whole or "no target is installed: pip install 'kl-lens[gguf]'"
+        reasons = whole or "no target is installed: pip install 'kl-lens[gguf]'"
         raise TargetError(
-            f"no file can be written, so nothing was measured ({told}); {advice}"
+            f"no file can be written, so nothing was measured ({reasons}); {advice}"
         )
 
     def _would_do(self, target: str) -> bool:
-        known = describe_target(target)
-        if target in self.left_out | self.without_file or known.lacks():
+        target_facts = describe_target(target)
+        if target in self.left_out | self.without_file or target_facts.lacks():
             return False
-        if known.unsupported(self._opened.anatomy.model_type):
+        if target_facts.unsupported(self._opened.anatomy.model_type):
             return False
         limits = self.limits(target)
         with suppress(Exception):  # whatever its libraries raise, it would not do
@@ -125,11 +127,11 @@ class Job:
         return self.settings.menu_of(target, self._opened.anatomy)
 
     def limits(self, target: str) -> Limits:
-        asked = self.settings.limits
+        limits = self.settings.limits
         share = self.settings.budget
         if share is None:
-            instead = asked.max_drop is not None or asked.bytes is not None
-            return replace(asked, max_loss=None) if instead else asked
+            instead = limits.max_drop is not None or limits.bytes is not None
+            return replace(limits, max_loss=None) if instead else limits
         whole = sum(2 * c.parameters for c in self._opened.anatomy.components)
         folder = self.folder / "artifacts" / target / UNIFORM_FP16
         if (artifact := earlier_artifact(folder)) is not None:
@@ -185,13 +187,15 @@ class Job:
         name = self.settings.recommended(target)
         # What runs with other limits recommended stays as it is.
         of_runs = recommended_name(target)
-        ours = (name, f"{name}.own")
-        own = [p for p in plans.values() if p.target == target]
-        own = [p for p in own if p.name in ours or not p.name.startswith(of_runs)]
-        own.sort(key=lambda p: -(p.file_bytes or 0))
-        names = [UNIFORM_FP16, *(p.name for p in own)]
-        held = supported(get_target(target), PAPER_FORMATS)
-        if self.settings.paper and len(held) == len(PAPER_FORMATS):
+        own_names = (name, f"{name}.own")
+        candidates = [p for p in plans.values() if p.target == target]
+        candidates = [
+            p for p in candidates if p.name in own_names or not p.name.startswith(of_runs)
+        ]
+        candidates.sort(key=lambda p: -(p.file_bytes or 0))
+        names = [UNIFORM_FP16, *(p.name for p in candidates)]
+        storable = supported(get_target(target), PAPER_FORMATS)
+        if self.settings.paper and len(storable) == len(PAPER_FORMATS):
             points = [p for p in plans.values() if p.target in (None, target)]
             best = best_paper_point(points, plans[name])
             names += [f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)]
@@ -204,35 +208,39 @@ class Job:
         them, and what reproduces the paper."""
         sizes = self.sizes(target)
         losses = self.stock_losses(target)
-        own = self.settings.recommended(target)
+        recommended = self.settings.recommended(target)
         stock = [name for name in sizes if name in losses]
-        ours = choosing.Contender(own, sizes[own], math.nan, None)
+        contender = choosing.Contender(recommended, sizes[recommended], math.nan, None)
         rivals = [
             choosing.Contender(name, sizes[name], losses[name], None) for name in stock
         ]
-        others = {name for name in sizes if name != UNIFORM_FP16 and name not in stock}
-        return others | choosing.deciding(ours, rivals)
+        always = {name for name in sizes if name != UNIFORM_FP16 and name not in stock}
+        return always | choosing.deciding(contender, rivals)
 
     def stock_losses(self, target: str) -> dict[str, float]:
         """What stock files lose on test text, where they were judged, or else their plans on held-out text."""
         plans = self.plans()
         stock = [plans[name] for name in self.compared(target)[:-1]]
-        found = {
+        losses = {
             p.name: p.measured.kl.value
             for p in stock
             if p.family == "stock" and p.measured
         }
         for score in judging.read_scores(self.journal, "divergence"):
-            if score.subject.target == target and score.subject.plan in found:
-                found[score.subject.plan] = score.values["kl_mean"].value
-        return found
+            if score.subject.target == target and score.subject.plan in losses:
+                losses[score.subject.plan] = score.values["kl_mean"].value
+        return losses
 
     def sizes(self, target: str) -> dict[str, int]:
         """Bytes of the files to compare, of those that could be written."""
         folder = self.folder / "artifacts" / target
-        found = {name: earlier_artifact(folder / name) for name in self.compared(target)}
+        records = {
+            name: earlier_artifact(folder / name) for name in self.compared(target)
+        }
         return {
-            name: artifact.realised_bytes for name, artifact in found.items() if artifact
+            name: artifact.realised_bytes
+            for name, artifact in records.items()
+            if artifact
         }
 
     def read_ahead(self, target: str, plan: str, *, whole: bool = True) -> None:
@@ -241,10 +249,10 @@ class Job:
         compared = [
             result.subject for result in current_results(self.journal, "agreement")
         ]
-        known = any(
+        is_compared = any(
             (subject.target, subject.plan) == (target, plan) for subject in compared
         )
-        if files is None or known:
+        if files is None or is_compared:
             return
         model = self.model
         get_target(target).prepare()  # here, not in a thread

@@ -220,7 +220,7 @@ class PlanStock(OfTarget):
         job.early[self.target] = self._largest(job).name
 
     def _largest(self, job: Job) -> StoredPlan:
-        return max(job.stock(self.target), key=lambda each: each.file_bytes or 0)
+        return max(job.stock(self.target), key=lambda stock: stock.file_bytes or 0)
 
 
 class Plan(Searched):
@@ -238,8 +238,8 @@ class Plan(Searched):
             and target in job.targets
             and not job.is_planned(target)
         ):
-            assignments = [parsed(each.assignment) for each in job.stock(target)]
-            parts = [part for each in assignments for part in each.items()]
+            assignments = [parsed(stock.assignment) for stock in job.stock(target)]
+            parts = [part for stock in assignments for part in stock.items()]
             job.background.quantize(target, [*dict.fromkeys(parts)])
 
     def prepare(self, job: Job) -> None:
@@ -248,10 +248,10 @@ class Plan(Searched):
     def basis(self, job: Job) -> Basis:
         settings = job.settings
         name = settings.recommended(self.target)
-        given = job.limits(self.target).given
+        limits = job.limits(self.target).given
         return Basis(
             f"plan {name}",
-            (given, self._rivals(job), settings.tune, asdict(settings.held_out)),
+            (limits, self._rivals(job), settings.tune, asdict(settings.held_out)),
             job.measurements_digest(self.target),
             [f"plans/{name}.json"],
         )

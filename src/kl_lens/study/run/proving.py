@@ -105,9 +105,9 @@ class Judge(Stage):
             others=_keys({t: [UNIFORM_FP16, *names] for t, names in stock.items()}),
             deciding=lambda: _keys({t: job.deciding(t) for t in stock}),
         )
-        how = job.judging(whole=True)
-        judge.text(settings.evaluation_text, {PERPLEXITY, DIVERGENCE}, **how)
-        judge.tasks(settings.tasks, how["window"])
+        extent = job.judging(whole=True)
+        judge.text(settings.evaluation_text, {PERPLEXITY, DIVERGENCE}, **extent)
+        judge.tasks(settings.tasks, extent["window"])
         return judge.result
 
     def cost(self, costs: Costs) -> Cost:
@@ -119,7 +119,7 @@ def _judge(
 ) -> evaluate.Judge:
     if job.settings.threads is not None:
         torch.set_num_threads(job.settings.threads)
-    found = judging.run_subjects(
+    selection = judging.run_subjects(
         job.journal,
         job.model,
         job.runtime().session(),
@@ -129,7 +129,7 @@ def _judge(
     if job.background.files is not None:
         how["ahead"] = job.background.files.take
     model = job.model
-    return evaluate.Judge(job.journal, job.session, found, model.task, model, **how)
+    return evaluate.Judge(job.journal, job.session, selection, model.task, model, **how)
 
 
 def _keys(files: Mapping[str, Iterable[str]]) -> list[str]:

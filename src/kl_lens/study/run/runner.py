@@ -42,8 +42,8 @@ def _do(stage: Stage, job: Job) -> None:
     if basis is not None:
         record = {"given": str(basis.given), "inputs": basis.inputs}
         if not (basis.lost or job.settings.again):
-            done = record | {"outputs": job.files_digest(basis.outputs)}
-            if job.journal.load("stage", basis.key) == done:
+            finished = record | {"outputs": job.files_digest(basis.outputs)}
+            if job.journal.load("stage", basis.key) == finished:
                 job.events.skipped(stage.verb, stage.target)
                 return
     with job.events.stage(stage.verb, stage.target):

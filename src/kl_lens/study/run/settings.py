@@ -131,17 +131,17 @@ class RunSettings(of.Settings):
     def recommended(self, target: str) -> str:
         """Name of the plan for a target, with the limit if it is not the usual one: a run with another limit replaces
         nothing."""
-        asked = self.limits
-        if asked.max_bytes is not None:
-            limit = spell_bytes(asked.max_bytes)
-        elif (use := asked.use) is not None:
-            limit = f"{spell_bytes(asked.memory or 0)}-{use.context}x{use.batch}"
-        elif asked.max_drop is not None:
-            limit = f"drop{spell_share(asked.max_drop)}"
+        limits = self.limits
+        if limits.max_bytes is not None:
+            limit = spell_bytes(limits.max_bytes)
+        elif (use := limits.use) is not None:
+            limit = f"{spell_bytes(limits.memory or 0)}-{use.context}x{use.batch}"
+        elif limits.max_drop is not None:
+            limit = f"drop{spell_share(limits.max_drop)}"
         elif self.budget is not None:
             limit = spell_share(self.budget)
         else:
-            limit = "" if asked.max_loss == MAX_LOSS else f"kl{asked.max_loss!r}"
+            limit = "" if limits.max_loss == MAX_LOSS else f"kl{limits.max_loss!r}"
         return recommended_name(target, limit.replace("%", "pct"))
 
     def check(self) -> None:
