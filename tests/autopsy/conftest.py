@@ -10,9 +10,10 @@ import pytest
 import tokenizers
 import transformers
 
-from kl_lens.autopsy import Autopsy, perform_autopsy
+from kl_lens.autopsy import perform_autopsy
 from kl_lens.judging import prepare
 from kl_lens.model import LoadedModel, load
+from kl_lens.run.autopsies import Autopsy
 from kl_lens.run.records import Plan
 from kl_lens.targets import dissected, get_target
 from kl_lens.weights.recipes import Recipe, fitting_recipe

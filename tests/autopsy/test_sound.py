@@ -10,11 +10,11 @@ import openvino.opset13 as ops
 import pytest
 import torch
 
-from kl_lens.autopsy import Autopsy
-from kl_lens.autopsy.verdict import Evidence, Step
+from kl_lens.autopsy.verdict import Evidence
 from kl_lens.autopsy.weights import Weights
 from kl_lens.base.errors import KLLensError
 from kl_lens.model import LoadedModel, load
+from kl_lens.run.autopsies import Autopsy, Step
 from kl_lens.run.records import Estimate
 from kl_lens.study.autopsy import AutopsyResult
 from kl_lens.targets import dissected

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kl_lens import planning
+from kl_lens.base.errors import KLLensError
 from kl_lens.base.progress import Progress
 from kl_lens.cli.progress import Forecast
 from kl_lens.judging import (
@@ -62,6 +63,10 @@ def judged(
     with Run.create(run_folder) as run:
         judge = Evaluator(ScoreJournal(run), JudgedModel(model))
         return judge.judge_text([JudgedArtifact(folder, SETTINGS)], text, others=others)
+
+
+def plans_of(run: Run) -> dict[str, Plan | KLLensError]:
+    return planning.stored_plans(run.folder / "plans", run.components)
 
 
 def run_with(folder: Path, model: LoadedModel, **plans: dict[str, str]) -> Run:
@@ -295,7 +300,7 @@ def test_files_from_elsewhere_never_take_the_place_of_the_runs_own(
             "openvino/eight",
             read_artifact(own).to_json() | {"folder": str(own)},
         )
-        before = run_subjects(run, model, SETTINGS)
+        before = run_subjects(run, model, SETTINGS, plans_of(run))
         Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(
             before.subjects, text, ("perplexity",)
         )
@@ -326,7 +331,7 @@ def test_a_file_of_an_earlier_plan_is_said_to_be_one(
             "openvino/eight",
             artifact.to_json() | {"folder": str(own), "of_plan": of_plan},
         )
-        selection = run_subjects(run, model, SETTINGS)
+        selection = run_subjects(run, model, SETTINGS, plans_of(run))
         assert selection.notes == []
         assert [judged.label for judged in selection.subjects] == [
             "torch/eight",
@@ -334,7 +339,7 @@ def test_a_file_of_an_earlier_plan_is_said_to_be_one(
         ]
         path = planning.plan_path(run.folder / "plans", "eight")
         path.write_text(path.read_text().replace('"int8"', '"int4"', 1))
-        (note,) = run_subjects(run, model, SETTINGS).notes
+        (note,) = run_subjects(run, model, SETTINGS, plans_of(run)).notes
         assert (
             note
             == "openvino/eight was exported from an older version of its plan; export it again"

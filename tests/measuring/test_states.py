@@ -15,9 +15,9 @@ from kl_lens.measuring.perturbation import (
     find_state_candidates,
     states_of,
 )
-from kl_lens.model.states import KEYS, STATE, VALUES
 from kl_lens.run.folder import STATES, Run
 from kl_lens.run.readings import summarise
+from kl_lens.run.records import KEYS, STATE, VALUES
 from kl_lens.study.study import Study
 from kl_lens.weights.recipes import Recipe
 from tests.families import token_ids

@@ -12,15 +12,21 @@ from kl_lens.base.errors import BudgetError, CheckpointError
 from kl_lens.base.files import reference_path
 from kl_lens.base.units import parse_count
 from kl_lens.model.carried import Carried, carried_by, carried_from
-from kl_lens.model.states import KEYS, VALUES
 from kl_lens.planning import (
     build_problem,
-    held_by,
     plan_for_budget,
     read_plan,
     write_plan,
 )
-from kl_lens.run.records import Component, Estimate, Measurement, SensitivityTable
+from kl_lens.run.records import (
+    KEYS,
+    VALUES,
+    Component,
+    Estimate,
+    Measurement,
+    SensitivityTable,
+)
+from kl_lens.study.memory import held_by
 from kl_lens.targets import get_target
 from kl_lens.targets.abilities import Usage
 from tests.families import tiny_model

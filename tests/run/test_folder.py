@@ -65,11 +65,11 @@ def test_a_folder_measured_before_bos_goes_on_without_it_or_not_at_all(
 
 
 @pytest.mark.parametrize(
-    ("version", "what_to_do"),
-    [(0, "measure again"), (2, "measure again"), (99, "update KL Lens")],
+    ("version", "maker"),
+    [(0, "an older"), (2, "an older"), (99, "a newer")],
 )
 def test_a_journal_of_another_version_is_refused_in_one_line(
-    tmp_path: Path, version: int, what_to_do: str
+    tmp_path: Path, version: int, maker: str
 ) -> None:
     Run.create(tmp_path).close()
     journal = sqlite3.connect(tmp_path / "run.sqlite")
@@ -78,7 +78,7 @@ def test_a_journal_of_another_version_is_refused_in_one_line(
     before = (tmp_path / "run.sqlite").read_bytes()
     with pytest.raises(
         RunError,
-        match=f"is a journal of version {version}, .* reads version 4; {what_to_do}, or use",
+        match=f"made by {maker} version of KL Lens \\(version {version} .* give another --run or delete it",
     ):
         Run.open(tmp_path)
     assert (tmp_path / "run.sqlite").read_bytes() == before

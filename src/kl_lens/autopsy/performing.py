@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kl_lens.autopsy.verdict import Autopsy, Evidence, Restored, Step, listed
-from kl_lens.autopsy.weights import TensorReport, alone, examine, together
+from kl_lens.autopsy.verdict import Evidence, listed
+from kl_lens.autopsy.weights import alone, examine, together
 from kl_lens.base.errors import KLLensError, UnsupportedError, one_line
 from kl_lens.base.progress import Progress
 from kl_lens.judging.judged import REMEMBERED, RUNTIME_ERRORS
@@ -19,6 +19,7 @@ from kl_lens.judging.scoring import score_logits
 from kl_lens.judging.texts import EvaluationText, text_window
 from kl_lens.judging.torch_session import TorchSession
 from kl_lens.model import LoadedModel
+from kl_lens.run.autopsies import Autopsy, Restored, Step, TensorReport
 from kl_lens.run.readings import NLL, Reading, mean_kl
 from kl_lens.run.records import Estimate
 from kl_lens.targets import Session, SessionSettings, Target

@@ -13,10 +13,10 @@ from kl_lens.autopsy.weights import (
     INFINITE,
     OFF,
     SHAPE,
-    TensorReport,
     Weights,
 )
-from kl_lens.run.records import Estimate, Record
+from kl_lens.run.autopsies import Finding, Restored, Step, TensorReport
+from kl_lens.run.records import Estimate
 from kl_lens.targets.dissection import TOKENIZER, VOCABULARY, Disagreement
 
 # In nats per token, and as shares of the KL that a step starts from. Rounding stays far below them, a lost state, a
@@ -61,78 +61,6 @@ _ADVICE = {
     OFF: "compare the file's checksum with its source's; if it is the same, quantize these tensors again",
     "": "put them back in order: the converter arranges this layer as another family has it",
 }
-
-
-@dataclass(frozen=True)
-class Step(Record):
-    """One measurement of the chain."""
-
-    letter: str
-    title: str
-    kl: Estimate | None = None  # from the original, nats per token
-    apart: Estimate | None = None  # KL from the step that it should equal
-    beside: str = ""  # the letter of that step
-    failure: str = ""  # why there is no number
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Restored(Record):
-    """What the file would gain if this part of it were exact."""
-
-    what: str  # `all in_proj`, or a component
-    type: str
-    kl: float  # lower by so much
-    share: float  # of the whole loss
-    bits: float = 0.0
-
-
-@dataclass(frozen=True)
-class Finding(Record):
-    """One thing to know about the file."""
-
-    step: str  # file, weights, type, activations, metadata, runtime, settings, prompt or tokenizer
-    where: str  # tensor, component or setting
-    words: str
-    advice: str = ""
-    kl: float | None = None  # what it costs, nats per token
-    is_fault: bool = True  # False: worth knowing, nothing wrong
-
-
-@dataclass(frozen=True)
-class Autopsy(Record):
-    """What was seen of one file."""
-
-    file: str
-    target: str
-    bytes: int
-    original: str  # empty: nothing to compare with
-    text: str
-    headline: str
-    findings: tuple[Finding, ...]
-    steps: tuple[Step, ...] = ()
-    restored: tuple[Restored, ...] = ()
-    tensors: tuple[TensorReport, ...] = ()
-    rounding_kl: Estimate | None = (
-        None  # the original, rounded to nearest in the same types
-    )
-    planned_kl: Estimate | None = (
-        None  # our plan of no more bytes, from a run's measurements
-    )
-    planned_bytes: int | None = None
-    unchecked: tuple[str, ...] = ()  # what could not be checked, in words
-
-    @property
-    def faults(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.is_fault)
-
-    @property
-    def groups(self) -> dict[tuple[str | None, str], list[TensorReport]]:
-        """The tensors by kind and type."""
-        groups: dict[tuple[str | None, str], list[TensorReport]] = {}
-        for tensor in self.tensors:
-            groups.setdefault((tensor.kind, tensor.type), []).append(tensor)
-        return groups
 
 
 @dataclass

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from kl_lens.model import LoadedModel
-from kl_lens.run.records import Component, Record
+from kl_lens.run.autopsies import TensorReport
+from kl_lens.run.records import Component
 from kl_lens.targets.dissection import Part, StoredTensor
 
 # Causes: another tensor's values, values that are not finite, another shape, unknown. `_predictions` has others.
@@ -49,31 +50,6 @@ _FLOAT_ONLY = re.compile(
 Cause = tuple[
     str, str, str
 ]  # what tensors with the same mistake share, the mistake in words, another tensor
-
-
-@dataclass(frozen=True)
-class TensorReport(Record):
-    """One tensor of the file beside the parameter that it should hold."""
-
-    name: str
-    type: str
-    bytes: int
-    bits: float  # per weight
-    kind: str = ""  # of our component: in_proj, conv1d, …; empty: no part of the original
-    component: str = ""
-    block: int | None = None
-    error: float | None = None  # ‖file − original‖ / ‖original‖
-    own_error: float | None = (
-        None  # the same for the original, rounded to nearest in this type
-    )
-    problem: str = ""  # what is wrong with its values, in words
-    cause: str = ""  # the same for tensors that share a mistake
-    partner: str = ""  # the tensor whose values it holds
-    float_only: bool = False  # runtimes expect it in floating point
-
-    @property
-    def is_float(self) -> bool:
-        return self.bits >= 16
 
 
 @dataclass

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from kl_lens import planning
 from kl_lens.base.errors import (
     FormatError,
     KLLensError,
@@ -31,7 +30,7 @@ from kl_lens.model import ImageTask, LanguageTask, LoadedModel, Task
 from kl_lens.model.files import read_config
 from kl_lens.model.images import IMAGE
 from kl_lens.run.folder import ALL_PLANS, Run, named_plans
-from kl_lens.run.records import ORIGINAL, PLAN, Plan, Subject, checked_plan_name
+from kl_lens.run.records import ORIGINAL, PLAN, Plan, Subject
 from kl_lens.run.subjects import (
     artifact_subject,
     content_digest,
@@ -336,20 +335,21 @@ def run_subjects(
     run: Run,
     model: LoadedModel,
     settings: SessionSettings,
+    stored: Mapping[str, Plan | KLLensError],
     *,
     plans: str = ALL_PLANS,
     targets: Sequence[str] | None = None,
 ) -> Selection:
-    """A run's plans in PyTorch (target `torch`) and its exported files. `plans`: separated by commas, or `all`."""
+    """A run's plans in PyTorch (target `torch`) and its exported files. `stored`: the run's plans, or why one cannot be
+    read; `plans`: of them, separated by commas, or `all`."""
     selection = Selection()
     wanted = named_plans(plans)
     known = dict[str, Plan]()
-    components = run.components
-    for path in sorted((run.folder / "plans").glob("*.json")):
-        try:
-            known[checked_plan_name(path.stem)] = planning.read_plan(path, components)
-        except KLLensError as error:
-            selection.failures[f"{TORCH}/{path.stem}"] = str(error)
+    for name, plan in stored.items():
+        if isinstance(plan, KLLensError):
+            selection.failures[f"{TORCH}/{name}"] = str(plan)
+        else:
+            known[name] = plan
     for asked in wanted or ():
         if asked not in known:
             raise PlanError(

@@ -21,8 +21,8 @@ from torch import nn
 from kl_lens.base.errors import FormatError, RunError
 from kl_lens.model import Anatomy, LoadedModel
 from kl_lens.model.patching import needs_no_weights
-from kl_lens.model.states import KINDS, MENUS, StateFormat, keeping
-from kl_lens.run.records import Component
+from kl_lens.model.states import MENUS, StateFormat, keeping
+from kl_lens.run.records import KINDS, Component
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
 

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from kl_lens.base.errors import FormatError
+from kl_lens.run.records import CACHES, STATE
 from kl_lens.weights.formats import get_format
 
-STATE, KEYS, VALUES = KINDS = ("state", "keys", "values")
-CACHES = (KEYS, VALUES)
 ROW = "row"
 HEAD = "head"
 BLOCK = 32  # numbers of a row that share a scale in `-32`

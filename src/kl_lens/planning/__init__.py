@@ -11,6 +11,7 @@ from kl_lens.planning.files import (
     plan_path as plan_path,
     read_plan as read_plan,
     require_distinct as require_distinct,
+    stored_plans as stored_plans,
     write_plan as write_plan,
 )
 from kl_lens.planning.predict import (

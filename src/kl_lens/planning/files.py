@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kl_lens.base.errors import FormatError, PlanError
+from kl_lens.base.errors import FormatError, KLLensError, PlanError
 from kl_lens.base.files import write_text
 from kl_lens.planning.predict import cost_of
 from kl_lens.run.records import PLAN_FAMILIES, Component, Plan, checked_plan_name
@@ -134,6 +134,20 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
     if missing:
         plan.notes["not_named"] = missing
     return replace(plan, bytes=size)
+
+
+def stored_plans(
+    folder: Path, components: Iterable[Component]
+) -> dict[str, Plan | KLLensError]:
+    """The plans in a folder by name, or why one cannot be read."""
+    components = tuple(components)
+    plans: dict[str, Plan | KLLensError] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            plans[path.stem] = read_plan(path, components)
+        except KLLensError as error:
+            plans[path.stem] = error
+    return plans
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from kl_lens import planning
-from kl_lens.autopsy import Autopsy
 from kl_lens.base.errors import KLLensError, PlanError, RunError
 from kl_lens.judging.ranking import Ranking
 from kl_lens.planning.knapsack import hull_of
 from kl_lens.reporting.names import UNITS, Unit, runtime_title
+from kl_lens.run.autopsies import Autopsy
 from kl_lens.run.folder import KERNELS, Run
 from kl_lens.run.journal import checks_rows
 from kl_lens.run.positions import PositionCurve

@@ -135,12 +135,10 @@ class Journal(sqlite3.Connection):
             if version == SCHEMA_VERSION:
                 return
             if version or self.execute("SELECT * FROM sqlite_master").fetchone():
-                what_to_do = (
-                    "update KL Lens" if version > SCHEMA_VERSION else "measure again"
-                )
+                maker = "a newer" if version > SCHEMA_VERSION else "an older"
                 raise RunError(
-                    f"{self.path} is a journal of version {version}, and this KL Lens reads version {SCHEMA_VERSION}; "
-                    f"{what_to_do}, or use another --run"
+                    f"{self.path} was made by {maker} version of KL Lens (version {version} of the journal; this one "
+                    f"reads {SCHEMA_VERSION}) and is left as it is. To start anew, give another --run or delete it"
                 )
             for statement in _SCHEMA.split(";"):
                 self.execute(statement)

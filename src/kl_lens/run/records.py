@@ -329,6 +329,10 @@ class Artifact(Record):
     digests: dict[str, str] = field(default_factory=dict)
 
 
+# Kinds of what a sequence carries along: recurrent states, and keys and values in caches.
+STATE, KEYS, VALUES = KINDS = ("state", "keys", "values")
+CACHES = (KEYS, VALUES)
+
 ORIGINAL = "original"
 PLAN = "plan"
 ARTIFACT = "artifact"

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kl_lens import judging
-from kl_lens.autopsy import Autopsy, perform_autopsy
+from kl_lens.autopsy import perform_autopsy
 from kl_lens.base.errors import KLLensError, TargetError
 from kl_lens.model import LanguageTask
+from kl_lens.run.autopsies import Autopsy
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Subject
 from kl_lens.run.subjects import file_digest, outside_path

@@ -20,6 +20,7 @@ from kl_lens.judging.duel import Entrant, entrants
 from kl_lens.judging.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
 from kl_lens.judging.tasks import FAIL, chosen_tasks, judge, near_chance
 from kl_lens.model import LanguageTask, LoadedModel, Task
+from kl_lens.planning import stored_plans
 from kl_lens.reporting.charts import sized_chart
 from kl_lens.run.folder import Run
 from kl_lens.run.positions import LONGEST, longest_window
@@ -188,8 +189,9 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
         if settings.artifact or model is None:
             selection = judging.given_subjects(settings.artifact, runtime, model, kept)
         else:
+            plans = stored_plans(run.folder / "plans", run.components)
             selection = judging.run_subjects(
-                run, model, runtime, plans=settings.plan, targets=settings.targets
+                run, model, runtime, plans, plans=settings.plan, targets=settings.targets
             )
         if not selection.subjects and model is None:
             raise KLLensError(

@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 from kl_lens.model.carried import Carried
-from kl_lens.model.states import CACHES, StateFormat
+from kl_lens.model.states import StateFormat
 from kl_lens.planning.problem import Choice, Group, Held
 from kl_lens.run.readings import KL
-from kl_lens.run.records import SensitivityTable
+from kl_lens.run.records import CACHES, SensitivityTable
 from kl_lens.targets.abilities import Usage
 from kl_lens.targets.base import Target
 from kl_lens.weights.recipes import FP16, Recipe

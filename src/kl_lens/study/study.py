@@ -19,11 +19,11 @@ from kl_lens.study.settings import DEFAULT_MODEL, OPENING_NAMES, Settings
 from kl_lens.targets import describe_target
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
-    from kl_lens.autopsy import Autopsy
     from kl_lens.judging.ranking import Ranking
     from kl_lens.measuring.statistics import StoredStatistics
     from kl_lens.model import LoadedModel
     from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable
+    from kl_lens.run.autopsies import Autopsy
     from kl_lens.run.records import Plan, Profile, Score, SensitivityTable
     from kl_lens.study.generate import GenerateResult
     from kl_lens.study.run import RunResult

@@ -25,7 +25,8 @@ from kl_lens.model.kernels.chunked_scan import chunked_scan, time_steps, tracked
 from kl_lens.model.kernels.head_scan import head_scan
 from kl_lens.model.kernels.selective_scan import causal_convolution, selective_scan
 from kl_lens.model.patching import has_own_forward, patched, with_globals
-from kl_lens.model.states import KEYS, STATE, VALUES, StateFormat, running_format
+from kl_lens.model.states import StateFormat, running_format
+from kl_lens.run.records import KEYS, STATE, VALUES
 
 T = torch.Tensor
 Function = Callable[..., Any]

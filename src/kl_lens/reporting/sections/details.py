@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
 
-from kl_lens.autopsy import Autopsy
 from kl_lens.base.version import __version__
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import KL, RunView, runtime_of
@@ -20,6 +19,7 @@ from kl_lens.reporting.names import (
     subject_title,
     with_error,
 )
+from kl_lens.run.autopsies import Autopsy
 from kl_lens.run.records import ORIGINAL, PREDICTED, Plan, SensitivityTable
 from kl_lens.weights.recipes import FP16
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from kl_lens.model.states import KINDS, STATE, StateFormat
+import math
+
 from kl_lens.reporting import charts
 from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.markup import Section, figure, join, note
 from kl_lens.reporting.names import size, with_error
 from kl_lens.reporting.sections.prediction import position_chart
 from kl_lens.run.positions import PositionCurve
-from kl_lens.run.records import Estimate
+from kl_lens.run.records import KINDS, STATE, Estimate
 
 
 def section(view: RunView) -> Section | None:
@@ -20,19 +21,12 @@ def section(view: RunView) -> Section | None:
         if curves := _curves(view, kind):
             title = f"{kind.capitalize()} of all blocks, by position (sums)"
             parts.append(figure(title, position_chart(view.nats, curves).svg()))
-    if shapes := [
-        c.shape
-        for c in {c.name: c for c, _, _ in view.states if c.kind == STATE}.values()
-    ]:
-        bits = [StateFormat.parse(name).bits for name in ("fp16", "int8")]
-        numbers = [shape[0] * shape[1] * shape[2] for shape in shapes]
-        half, small = (
-            sum(n * bits_of(s) for n, s in zip(numbers, shapes, strict=True)) / 8
-            for bits_of in bits
-        )
-        words = f"llama.cpp and OpenVINO keep recurrent states in float32: {size(4 * sum(numbers))} per sequence."
+    shapes = {c.name: c.shape for c, _, _ in view.states if c.kind == STATE}
+    if shapes:
+        in_float32 = 4 * sum(map(math.prod, shapes.values()))
+        words = f"llama.cpp and OpenVINO keep recurrent states in float32: {size(in_float32)} per sequence."
         parts.append(
-            note(f"{words} fp16 would need {size(int(half))}, int8 {size(int(small))}.")
+            note(f"{words} fp16 would need half of it, int8 a little over a quarter.")
         )
     return Section("states", "States and caches", join(parts))
 

@@ -9,9 +9,8 @@ from kl_lens.base.errors import PlanError, TargetError
 from kl_lens.measuring.perturbation import states_of
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import Sweep
-from kl_lens.model.states import CACHES
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, recommended_name
-from kl_lens.run.records import Plan as StoredPlan
+from kl_lens.run.records import CACHES, Plan as StoredPlan
 from kl_lens.study import calibrate, measure, plan
 from kl_lens.study.inspect import InspectResult
 from kl_lens.study.run.costs import Cost, Costs

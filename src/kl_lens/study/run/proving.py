@@ -10,6 +10,7 @@ import torch
 from kl_lens import judging
 from kl_lens.judging.evaluator import DIVERGENCE, PERPLEXITY
 from kl_lens.judging.judged import store_continuations
+from kl_lens.planning import stored_plans
 from kl_lens.profiling.benchmark import UseSettings
 from kl_lens.reporting import write_report
 from kl_lens.run.records import ARTIFACT, Subject
@@ -123,6 +124,7 @@ def _judge(
         job.journal,
         job.model,
         job.runtime().session(),
+        stored_plans(job.folder / "plans", job.journal.components),
         plans=",".join(plans),
         targets=targets,
     )
