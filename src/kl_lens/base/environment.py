@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kl_lens.base.errors import KLLensError
+from kl_lens.base.system import LINUX
 
 DEFAULTS = {
     # Threads that spin while they wait take cores from other threads: on a busy machine two spinning threads are slower
@@ -19,6 +20,9 @@ DEFAULTS = {
     # release memory between stages.
     "MIMALLOC_PURGE_DELAY": "2000",
 }
+if not LINUX:
+    # On macOS and Windows several packages bring Intel's or LLVM's OpenMP; the second one would abort the process.
+    DEFAULTS["KMP_DUPLICATE_LIB_OK"] = "TRUE"
 
 SPINS = "1000"
 # Prefixes of …_NUM_THREADS, which libraries read when they load, and the most that is accepted: with a million threads

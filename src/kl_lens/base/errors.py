@@ -8,6 +8,8 @@ import errno
 import os
 import re
 
+from kl_lens.base.system import WINDOWS
+
 
 class KLLensError(Exception):
     """Base class: the input is wrong, not the program."""
@@ -72,6 +74,7 @@ _WHAT_TO_DO = {
     errno.ENFILE: "close other programs and run the command again",
     errno.EFBIG: "the disk or a limit (ulimit -f) takes no file of this size; use another disk",
 }
+LONGEST_PATH = 248  # characters on Windows, of a folder; of a file 260
 # As Rust spells an error of the system, and other libraries a full disk.
 _IN_RUST = re.compile(r"(?:os error |Os { code: )(\d+)")
 _FULL = re.compile("written|free space")
@@ -91,10 +94,15 @@ def system_error(error: BaseException) -> OSError | None:
 
 def system_reason(error: OSError) -> str | None:
     """The system's error in one line: which file, why, what to do. None if we have no advice."""
-    if error.errno not in _WHAT_TO_DO:
+    what_to_do = _WHAT_TO_DO.get(error.errno or 0)
+    path = "" if error.filename is None else os.fsdecode(error.filename)
+    if WINDOWS and len(path) >= LONGEST_PATH:
+        what_to_do = "Windows takes no path longer than 260 characters; use a shorter --run or --out"
+    elif WINDOWS and error.errno == errno.EACCES:
+        what_to_do = "close the program that has it open, or use another place"
+    if what_to_do is None:
         return None
-    prefix = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return f"{prefix}{error.strerror}; {_WHAT_TO_DO[error.errno]}"
+    return f"{path}{': ' * bool(path)}{error.strerror}; {what_to_do}"
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -45,6 +45,7 @@ from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
 # What torch raises for a device that it lacks, or that has no room.
+_DEVICES = ("cpu", "cuda")  # not Apple's mps, which nobody compared with the CPU
 _DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
 
 
@@ -497,6 +498,10 @@ def _device(
     with files.refusing(f"--device {device}: torch has none here", _DEVICE_ERRORS):
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
+    if chosen.type not in _DEVICES:
+        raise CheckpointError(
+            f"--device {device}: KL Lens computes on {' and '.join(_DEVICES)}; leave it out"
+        )
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)  # Triton uses the current device
     return chosen

@@ -14,6 +14,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -24,8 +25,9 @@ from kl_lens.base.environment import briefly_spinning
 from kl_lens.base.errors import TargetError
 from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
 from kl_lens.weights.formats.ggml_types import GGMLType
+from kl_lens.weights.formats.gguf_blocks import GET_LLAMA, LLAMA_VARIABLE, is_ggml
 
-ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
+ENVIRONMENT_VARIABLE = LLAMA_VARIABLE
 WHEEL = "xllamacpp"  # of the extra `gguf`: runs everywhere, so it leaves this processor's best instructions unused
 _FINDING = threading.Lock()
 # For example libllama.v0.5.0.so, libllama.cuda.v0.5.0.so, libllama.so.0.
@@ -276,7 +278,7 @@ def use_library(path: Path) -> None:
 
 
 def wheel() -> Path | None:
-    """The library in the wheel, if that is installed."""
+    """The library in the wheel, if that is installed. Windows' has no function that others can call."""
     spec = importlib.util.find_spec(WHEEL)  # finds the package without importing it
     folders = (
         [Path(folder) for folder in (spec.submodule_search_locations or ())]
@@ -284,7 +286,7 @@ def wheel() -> Path | None:
         else []
     )
     files = (path for folder in folders for path in sorted(folder.glob(f"{WHEEL}*")))
-    return next((path for path in files if path.suffix in (".so", ".pyd")), None)
+    return next((path for path in files if path.suffix == ".so"), None)
 
 
 @cache
@@ -292,9 +294,7 @@ def found_library(chosen: str | None) -> LlamaLibrary:
     if not chosen and (installed := wheel()):
         return _opened(installed, f"{WHEEL} {metadata.version(WHEEL)}", origin=WHEEL)
     if not chosen:
-        raise TargetError(
-            "no llama.cpp library found; pip install 'kl-lens[gguf]', or give --llama-cpp"
-        )
+        raise TargetError(f"no llama.cpp library found; {GET_LLAMA}")
     path = Path(chosen)
     if path.is_dir():
         files = [
@@ -311,10 +311,29 @@ def found_library(chosen: str | None) -> LlamaLibrary:
     return _opened(path, "", origin="your choice")
 
 
+class _Joined(ctypes.CDLL):
+    """llama.cpp's functions and ggml's: Windows finds none of the libraries that a library uses."""
+
+    def __init__(self, library: ctypes.CDLL, folder: Path) -> None:
+        super().__init__(library._name, handle=library._handle)
+        files = filter(is_ggml, sorted(folder.iterdir()))
+        self._others = [ctypes.CDLL(str(file)) for file in files]
+
+    def __getattr__(self, name: str) -> Any:
+        with suppress(AttributeError):
+            return super().__getattr__(name)
+        for library in self._others:
+            if hasattr(library, name):
+                return getattr(library, name)
+        raise AttributeError(name)
+
+
 def _opened(path: Path, package: str, origin: str) -> LlamaLibrary:
     try:
         with briefly_spinning():
             functions = ctypes.CDLL(str(path))
+            if not hasattr(functions, "ggml_backend_reg_count"):
+                functions = _Joined(functions, path.parent)
     except OSError as error:
         raise TargetError(f"{path} cannot be loaded: {error}") from error
     missing = [name for name in _SIGNATURES if not hasattr(functions, name)]

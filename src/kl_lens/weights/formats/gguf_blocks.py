@@ -11,6 +11,9 @@ import ctypes
 import importlib
 import importlib.util
 import math
+import os
+import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +26,7 @@ import numpy.typing as npt
 from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import FormatError
 from kl_lens.base.lazy import torch
+from kl_lens.base.system import WINDOWS
 from kl_lens.weights.formats.blocks import LAYOUTS, dequantized, nearest
 from kl_lens.weights.formats.format import (
     FP16,
@@ -140,6 +144,14 @@ for _facts in (
 
 
 _INSTALL = "pip install 'kl-lens[gguf]'"
+LLAMA_VARIABLE = "LLAMA_CPP_LIB"
+GET_LLAMA = (
+    "unpack llama-…-bin-win-cpu-x64.zip from https://github.com/ggml-org/llama.cpp/releases and name its folder with "
+    f"--llama-cpp or {LLAMA_VARIABLE}"
+    if WINDOWS
+    else f"{_INSTALL}, or give --llama-cpp"
+)
+_GGML = re.compile(r"(lib)?ggml(-base)?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*")
 
 
 @cache
@@ -161,29 +173,39 @@ def gguf_values(name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float3
 
 @cache
 def ggml_library() -> ctypes.CDLL:
-    """xllamacpp's shared library, which exports ggml's functions; the package itself is not imported."""
+    """A library with ggml's functions: that of xllamacpp, which is not imported, or else of the llama.cpp that the user
+    named."""
+    for path in _ggml_files():
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, "ggml_quantize_chunk"):
+            library.ggml_quantize_chunk.restype = ctypes.c_size_t
+            library.ggml_quantize_chunk.argtypes = [
+                ctypes.c_int,  # ggml type
+                ctypes.c_void_p,  # float32 source, all rows
+                ctypes.c_void_p,  # destination, all rows
+                ctypes.c_int64,  # index of the first weight to quantize, at the start of a row
+                ctypes.c_int64,  # rows to quantize
+                ctypes.c_int64,  # columns
+                ctypes.c_void_p,  # importance of each column, or null
+            ]
+            library.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
+            return library
+    raise FormatError(f"GGUF K-quants need llama.cpp's ggml_quantize_chunk: {GET_LLAMA}")
+
+
+def _ggml_files() -> Iterator[Path]:
     spec = importlib.util.find_spec("xllamacpp")
-    if spec is None:
-        raise FormatError(f"GGUF K-quants need the package xllamacpp: {_INSTALL}")
-    for folder in spec.submodule_search_locations or ():
-        for path in sorted(Path(folder).glob("xllamacpp*.so")):
-            library = ctypes.CDLL(str(path))
-            if hasattr(library, "ggml_quantize_chunk"):
-                library.ggml_quantize_chunk.restype = ctypes.c_size_t
-                library.ggml_quantize_chunk.argtypes = [
-                    ctypes.c_int,  # ggml type
-                    ctypes.c_void_p,  # float32 source, all rows
-                    ctypes.c_void_p,  # destination, all rows
-                    ctypes.c_int64,  # index of the first weight to quantize, at the start of a row
-                    ctypes.c_int64,  # rows to quantize
-                    ctypes.c_int64,  # columns
-                    ctypes.c_void_p,  # importance of each column, or null
-                ]
-                library.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
-                return library
-    raise FormatError(
-        f"the installed xllamacpp does not export ggml_quantize_chunk: upgrade it, {_INSTALL}"
-    )
+    for package in (spec and spec.submodule_search_locations) or ():
+        yield from sorted(Path(package).glob("xllamacpp*.so"))
+    if chosen := os.environ.get(LLAMA_VARIABLE):
+        path = Path(chosen)
+        folder = path if path.is_dir() else path.parent
+        yield from (file for file in sorted(folder.rglob("*ggml*")) if is_ggml(file))
+
+
+def is_ggml(file: Path) -> bool:
+    """Whether a file has ggml's functions by its name; builds for Windows keep them apart from llama.cpp's."""
+    return bool(_GGML.fullmatch(file.name))
 
 
 def quantize_rows(
