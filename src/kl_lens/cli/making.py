@@ -280,6 +280,9 @@ def json_table(result: TableResult) -> list[dict[str, Any]]:
 
 
 def show_table(result: TableResult) -> Shown:
+    if result.out is not None:
+        yield f"{result.out}: {human_bytes(result.out.stat().st_size)}"
+        return
     if result.csv:
         names = dict.fromkeys(name for row in result.rows for name in row)
         writer = csv.DictWriter(sys.stdout, list(names), lineterminator="\n")

@@ -36,7 +36,7 @@ _NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(@[\w./-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 # Everything but weights; their indexes are chosen with them.
 _SMALL_FILE = re.compile(
-    r"\.py$|^[^/]*(?<!\.index)\.(json|txt|model|jinja)$|^README\.md$"
+    r"\.py$|^[^/]*(?<!\.index)\.(json|txt|model|jinja|kltable)$|^README\.md$"
 )
 _CONNECT_SECONDS = 10.0
 

@@ -52,24 +52,24 @@ def merge(
             if os.path.realpath(path) == os.path.realpath(folder):
                 raise RunError(f"{path} is the run itself")
             with Run.open(path) as source:
-                about[path] = _checked(source)
+                about[path] = checked(source)
         except KLLensError as error:
             refused[str(path)] = str(error)
     if not about:
         return [], refused
     # Start with what most sources are about, so that an odd one out is refused and not the rest.
     common = Counter(about.values())
-    joined = []
+    results = []
     with Run.create(folder) as run:
         if command:
             run.note_command(command)
         for path in sorted(about, key=lambda path: -common[about[path]]):
             try:
                 with Run.open(path) as source, run.journal.alone():
-                    joined.append(_joined(source, run))
+                    results.append(joined(source, run))
             except KLLensError as error:
                 refused[str(path)] = str(error)
-    return sorted(joined, key=lambda entry: entry.source), refused
+    return sorted(results, key=lambda entry: entry.source), refused
 
 
 def missing(run: Run) -> int:
@@ -83,7 +83,7 @@ def missing(run: Run) -> int:
 
 
 @checks_rows
-def _checked(source: Run) -> str:
+def checked(source: Run) -> str:
     """A digest of what a journal is about. Raises if it is damaged or of another metrics version."""
     ((verdict,),) = source.journal.rows("PRAGMA quick_check(1)")
     if verdict != "ok":
@@ -118,8 +118,9 @@ def _checked(source: Run) -> str:
 
 
 @checks_rows
-def _joined(source: Run, run: Run) -> Joined:
-    """Adds what the run does not have: samples with their share of the time, the teacher's values, noise, texts."""
+def joined(source: Run, run: Run, kinds: Sequence[str] = ()) -> Joined:
+    """Adds what the run does not have: samples with their share of the time, the teacher's values, noise, texts, and
+    records of further kinds."""
     run.identify(source.identity)
     for role in source.roles():
         identity = dict(source.text_identity(role) or {})
@@ -146,8 +147,7 @@ def _joined(source: Run, run: Run) -> Joined:
             "SELECT tokens, teacher_cross_entropy, role, window FROM windows"
         ),
     )
-    run.journal.write(
-        "INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)",
-        source.journal.rows("SELECT * FROM records WHERE kind IN ('noise', 'text')"),
-    )
+    for kind in ("noise", "text", *kinds):
+        records = source.journal.rows("SELECT * FROM records WHERE kind = ?", kind)
+        run.journal.write("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)", records)
     return Joined(source.folder, added, present, differing)

@@ -13,6 +13,7 @@ from kl_lens.base.errors import KLLensError, RunError, one_line
 from kl_lens.base.files import RECORD_FILE, replacing, require_own_folder
 from kl_lens.run.folder import Run, recommended_name
 from kl_lens.run.records import ARTIFACT
+from kl_lens.run.sharing import SHARED, write_shared
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
@@ -140,6 +141,7 @@ def _write(
         parquet.write_table(
             pyarrow.Table.from_pylist(rows), new / "sensitivities.parquet"
         )
+        write_shared(run, new / SHARED)
         (new / CHART).write_text(chart(view, plan), encoding="utf-8")
         (new / "README.md").write_text(content, encoding="utf-8")
     for file in set(earlier.files if earlier else ()) - set(

@@ -132,6 +132,7 @@ def _output(mark: str) -> Kind:
 CHART_MARK = "<!-- KL Lens -->"
 Report = Annotated[Path, _output("<title>KL Lens: ")]
 Chart = Annotated[Path, _output(CHART_MARK)]
+Shared = Annotated[Path, _output("7zXZ")]  # as such files begin
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,17 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
-from kl_lens.base.errors import KLLensError
+from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes
 from kl_lens.measuring.perturbation import find_candidates
-from kl_lens.measuring.sweep import model_identity, windows_by_cost
+from kl_lens.measuring.sweep import Sweep, model_identity, windows_by_cost
 from kl_lens.model import LoadedModel
+from kl_lens.model.hub import download
 from kl_lens.run.folder import CALIBRATION, Run
+from kl_lens.run.sharing import SHARED, take_shared
 from kl_lens.study import settings as of
 from kl_lens.study.events import JobEstimate, going_on
 from kl_lens.study.run.background import is_large, leaves_time
@@ -28,6 +31,7 @@ from kl_lens.study.run.runner import do_stages
 from kl_lens.study.run.settings import RunSettings as RunSettings
 from kl_lens.study.run.stages import stages_of
 from kl_lens.study.session import Session
+from kl_lens.text.sources import WIKITEXT, label_of
 from kl_lens.weights.recipes import Recipe
 
 
@@ -43,6 +47,8 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
     folder = of.new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
+        if settings.table:
+            settings = _with_table(settings, session, journal, model)
         text = journal.text_identity(CALIBRATION)
         settings = _completed(
             settings, model, None if text is None else int(text["windows"])
@@ -84,6 +90,41 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
         time.perf_counter() - begin,
         model.task.generates,
     )
+
+
+def _with_table(
+    settings: RunSettings, session: Session, journal: Run, model: LoadedModel
+) -> RunSettings:
+    """Takes measurements from a file. Of a text that is here, the tokens are compared."""
+    assert settings.table is not None
+    path = Path(settings.table)
+    if not path.exists():
+        path = download(settings.table, weights=False) / SHARED
+        if not path.exists():
+            raise RunError(f"--table {settings.table}: it has no {SHARED}")
+    take_shared(path, journal)
+    for target in settings.wanted:
+        if not journal.measured_windows(journal.measured_role(target)):
+            raise RunError(
+                f"--table {settings.table} has no sensitivities for {target}; leave out --table, or that target"
+            )
+    measured = journal.text_identity(CALIBRATION)
+    assert measured is not None
+    text = replace(
+        settings.calibration,
+        windows=measured["windows"],
+        window_length=measured["length"],
+    )
+    label = label_of(measured["source"], measured["split"])
+    if measured["source"] == WIKITEXT or label == text.text:
+        text = replace(text, text=label, seed=measured["seed"])
+        Sweep(model, journal).identify(session.calibration_windows(text, model.task))
+    else:
+        session.events.tell(
+            f"{path} was measured on {label}, which is not here, so its tokens could not be compared with this "
+            "tokenizer's"
+        )
+    return replace(settings, calibration=text)
 
 
 def _completed(

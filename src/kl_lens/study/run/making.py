@@ -123,6 +123,9 @@ class Searched(OfTarget):
 
 
 class Measure(Searched, MeasureFormats):
+    def applies(self, job: Job) -> bool:
+        return super().applies(job) and job.settings.table is None
+
     def cost(self, costs: Costs) -> Cost:
         return costs.measuring(self.target)
 

@@ -72,6 +72,11 @@ class RunSettings(of.Settings):
         None, "the best file of at most this share of the FP16 file's size"
     )
     exhaustive: bool = option(False, "measure every component in every format")
+    table: str | None = option(
+        None,
+        "measure nothing: plan from the sensitivities that kl-lens table --out wrote, or published ones",
+        metavar="FILE|ORG/NAME",
+    )
     targets: of.Names | None = _proof(
         None,
         "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)",
@@ -156,6 +161,10 @@ class RunSettings(of.Settings):
                     f"--formats {','.join(self.formats or ())}: {target.title} supports none of them; leave it out "
                     f"with --targets, or add some of {', '.join(target.formats)}"
                 )
+        if self.table and (self.paper or self.exhaustive or self.formats):
+            raise KLLensError(
+                "--table measures nothing: leave out --paper, --exhaustive and --formats, or --table"
+            )
         self.limits.check()
         self.held_out.check(searches=self.limits.bytes is None and self.budget is None)
         self.tasks.check()
