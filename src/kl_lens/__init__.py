@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kl_lens.study.study import (
         Study as Study,
         benchmark as benchmark,
+        compare as compare,
         evaluate as evaluate,
         generate as generate,
     )

@@ -216,12 +216,14 @@ def test_files_of_others_side_by_side(
     drawn = chart.read_text()
     assert drawn.startswith("<!-- KL Lens -->\n<svg")
     assert all(file["file"] in drawn for file in entrants)
-    assert (
-        main(["evaluate", *folders[:2], "--model", str(tiny_folder), *text, *SHORT]) == 0
-    )
+    compare = ["compare", "--model", str(tiny_folder), "--text", held_out]
+    short = ["--windows", "2", "--window-length", "32"]
+    assert main([*compare, *short, *folders[:2]]) == 0
     shown = capsys.readouterr().out
     assert "Side by side" in shown
     assert "Every larger file loses less" in shown
+    assert main([*compare, *short, folders[0]]) == 1
+    assert "two files or more" in capsys.readouterr().err
 
 
 def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:

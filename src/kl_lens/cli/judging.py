@@ -16,6 +16,7 @@ from kl_lens.run.ratios import ratio_of
 from kl_lens.run.records import Estimate, Profile, Record, Score, Subject
 from kl_lens.study.autopsy import AutopsyResult
 from kl_lens.study.benchmark import BenchmarkResult
+from kl_lens.study.compare import CompareResult
 from kl_lens.study.evaluate import EvaluateResult
 from kl_lens.study.paper import PaperResult
 
@@ -42,18 +43,20 @@ def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
         "scores": [_labelled(score) for score in result.scores],
         "agreements": [_labelled(agreement) for agreement in result.agreements],
         "verdicts": result.verdicts,
-        "duel": {
-            "files": [
-                {"file": file.name, "runtime": file.runtime, "bytes": file.bytes}
-                | {name: value.to_json() for name, value in file.values.items()}
-                for file in result.duel
-            ],
-            "verdicts": result.comparisons,
-        },
+        "duel": _duel_json(result),
         "failures": result.failures,
         "notes": result.notes,
         "files": result.written,
     }
+
+
+def _duel_json(result: EvaluateResult | CompareResult) -> dict[str, Any]:
+    files = [
+        {"file": file.name, "runtime": file.runtime, "bytes": file.bytes}
+        | {name: value.to_json() for name, value in file.values.items()}
+        for file in result.duel
+    ]
+    return {"files": files, "verdicts": result.comparisons}
 
 
 def _labelled(record: Record) -> dict[str, Any]:
@@ -101,16 +104,22 @@ def show_evaluate(result: EvaluateResult) -> Shown:
         )
     yield from filter(None, dict.fromkeys(a.remark for a in result.agreements))
     if result.duel:
-        yield table("Side by side", _side_by_side(result))
-        yield from result.comparisons or [
-            "Every larger file loses less: none is beaten by one of its size."
-        ]
+        yield from _side_by_side(result)
     yield from result.notes
     yield from (f"Written: {path}" for path in result.written)
 
 
-def _side_by_side(result: EvaluateResult) -> list[Row]:
-    return [
+def json_compare(result: CompareResult) -> dict[str, Any]:
+    return {**_duel_json(result), "failures": result.failures}
+
+
+def show_compare(result: CompareResult) -> Shown:
+    yield from _side_by_side(result)
+    yield from (f"Written: {path}" for path in result.written)
+
+
+def _side_by_side(result: EvaluateResult | CompareResult) -> Shown:
+    rows = [
         {
             "file": file.name,
             "runtime": file.runtime,
@@ -120,6 +129,10 @@ def _side_by_side(result: EvaluateResult) -> list[Row]:
             "same top, %": f"{100 * file.values['same_top'].value:.2f}",
         }
         for file in result.duel
+    ]
+    yield table("Side by side", rows)
+    yield from result.comparisons or [
+        "Every larger file loses less: none is beaten by one of its size."
     ]
 
 

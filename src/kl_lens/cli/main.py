@@ -51,6 +51,7 @@ VERBS = {
     "plan": "choose a format for every component, for a size or a loss",
     "export": "write a plan as OpenVINO IR or GGUF, with exactly the weights that were measured",
     "evaluate": "measure perplexity, KL from the original and task accuracy of plans and files",
+    "compare": "show files of one model side by side, whoever made them",
     "benchmark": "measure speed and memory of exported files",
     "autopsy": "say what is wrong with a GGUF, OpenVINO or MLX file, whoever made it",
     "generate": "generate text with an exported file",
@@ -72,7 +73,7 @@ SCREENS = {
         "plan",
         "export",
     ),
-    "kl_lens.cli.judging": ("evaluate", "benchmark", "autopsy", "paper"),
+    "kl_lens.cli.judging": ("evaluate", "compare", "benchmark", "autopsy", "paper"),
     "kl_lens.cli.terminal": ("generate", "report", "publish", "doctor"),
 }
 # The flags that `kl-lens VERB --help` shows; `--help-all` shows all. Verbs that are not here have few.

@@ -19,6 +19,7 @@ from kl_lens.study.settings import DEFAULT_MODEL, OPENING_NAMES, Settings
 from kl_lens.targets import describe_target
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
+    from kl_lens.judging.duel import Entrant
     from kl_lens.judging.ranking import Ranking
     from kl_lens.measuring.statistics import StoredStatistics
     from kl_lens.model import LoadedModel
@@ -198,6 +199,10 @@ class Study:
         """Perplexity and KL from the original for these files, or for all files of the run; `tasks=` adds tasks."""
         return _complete(self._done("evaluate", artifact=files, **flags)).scores
 
+    def compare(self, *files: Path | str, **flags: Any) -> list[Entrant]:
+        """These files of the study's model side by side, whoever made them, small ones first."""
+        return _complete(self._done("compare", files=files, **flags)).duel
+
     def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
         """Speed and memory of these files, or of all files of the run."""
         return _complete(
@@ -246,6 +251,11 @@ class Study:
 def evaluate(*files: Path | str, **flags: Any) -> list[Score]:
     """Scores of exported folders or `.gguf` files; with `model=…` also their KL from the original."""
     return _alone("evaluate", artifact=files, **flags).scores
+
+
+def compare(*files: Path | str, model: str, **flags: Any) -> list[Entrant]:
+    """Files of one model side by side, whoever made them, small ones first."""
+    return _alone("compare", files=files, model=model, **flags).duel
 
 
 def benchmark(*files: Path | str, **flags: Any) -> list[Profile]:
