@@ -1,11 +1,15 @@
 """Never worse at no more bytes: who is recommended, on windows whose answer is plain."""
 
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from kl_lens.judging.choosing import (
     Contender,
+    best_within,
+    closest,
     contest,
     deciding,
     nearest,
@@ -143,3 +147,30 @@ def test_without_a_recommendation_the_smallest_that_keeps_perplexity() -> None:
     rises = [(FILES[0], 0.021), (FILES[1], 0.02), (FILES[4], 0.001)]
     assert smallest_that_keeps(rises) == FILES[1]
     assert smallest_that_keeps(rises[:1]) is None
+
+
+def test_the_best_of_those_that_are_no_larger() -> None:
+    ours = contender("ours", 100, 0.1)
+    rivals = [
+        contender("large", 120, 0.01),
+        contender("near", 99, 0.3),
+        contender("same", 100, 0.2),
+    ]
+    assert best_within(ours, rivals) is rivals[2]
+    assert best_within(ours, rivals[:1]) is None
+
+
+def test_a_screen_shows_the_judged_rivals_that_are_nearest_in_size() -> None:
+    ours = contender("ours", 100, 0.1)
+    rivals = [
+        contender("far", 200, 0.01),
+        contender("near", 101, math.nan),
+        contender("small", 80, 0.3),
+        contender("large", 110, 0.05),
+    ]
+    shown = [[file.name for file in closest(ours, rivals, count)] for count in (1, 2, 4)]
+    assert shown == [
+        ["large", "ours"],
+        ["large", "ours", "small"],
+        ["far", "large", "near", "ours", "small"],
+    ]

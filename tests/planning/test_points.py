@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from kl_lens.planning.points import best_paper_point, greedy_plan, paper_points
-from kl_lens.run.records import Estimate, Measured, Plan, SensitivityTable
+from kl_lens.planning.points import greedy_plan, paper_points
+from kl_lens.run.records import SensitivityTable
 from tests.planning.tables import component, seed_lists, seed_table, table_of
 
 METRIC_KEYS = {
@@ -122,41 +122,6 @@ def test_gguf_has_the_same_points_in_its_own_formats() -> None:
     assert [p.assignment for p in points] == translated
     together = paper_points(small_table(kls | in_gguf, head="c0"))
     assert [p.assignment for p in together] == [p.assignment for p in paper]
-
-
-def point(name: str, size: int, kl: float | None, family: str = "paper") -> Plan:
-    measured = (
-        None
-        if kl is None
-        else Measured(Estimate(kl), Estimate(20.0), 19.0, "wikitext2:valid", 4)
-    )
-    return Plan(
-        name,
-        {},
-        "test",
-        predicted_kl=kl or 0.0,
-        bytes=size,
-        family=family,
-        measured=measured,
-    )
-
-
-def test_the_best_of_the_papers_points_is_no_larger_than_its_rival() -> None:
-    rival = point("recommended", 100, 0.1, "exact")
-    points = [
-        point("kl_point01", 120, 0.01),
-        point("kl_point02", 99, 0.3),
-        point("kl_point03", 90, 0.2),
-    ]
-    rivals = [
-        point("uniform_int8", 80, 0.0, "uniform"),
-        point("kl_point03_ours", 80, 0.0, "exact"),
-        rival,
-    ]
-    assert best_paper_point([*points, *rivals], rival) is points[2]
-    smallest = point("kl_point05", 110, 0.5)
-    assert best_paper_point([points[0], smallest], rival) is smallest
-    assert best_paper_point([rival], rival) is None
 
 
 # -- the greedy rule, against models of perplexity whose right answer is known -----------------------------

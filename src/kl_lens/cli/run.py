@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import (
     AbstractContextManager,
     contextmanager,
@@ -28,6 +28,7 @@ from kl_lens.cli.progress import (
 )
 from kl_lens.cli.terminal import Bold, Red, Row, Shown, Terminal, table
 from kl_lens.reporting.answer import (
+    closest_files,
     measured_of,
     speed_ratio,
     target_of,
@@ -152,7 +153,8 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
     for target in result.exported:
         names = result.plans[target]
         yield from _answer(view, names[-1], target)
-        for name in _nearest(view, names, target):
+        quantized = [name for name in names if name != UNIFORM_FP16]
+        for name in closest_files(view, quantized, target, RIVALS):
             row = row_of(view, name, target)
             files.append(
                 {heading: Bold(cell) for heading, cell in row.items()}
@@ -223,18 +225,6 @@ def _answer(view: RunView, name: str, target: str) -> list[str]:
     ]
 
 
-def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
-    """The recommendation and the rivals whose files are nearest in size, judged by their runtime if possible; largest
-    first."""
-    size = {name: view.subject_bytes(_subject(target, name)) or 0 for name in names}
-    recommended = size[names[-1]]
-    rivals = sorted(
-        (n for n in names[:-1] if n != UNIFORM_FP16),
-        key=lambda n: (_stood_in(view, _subject(target, n)), abs(size[n] - recommended)),
-    )[:RIVALS]
-    return sorted([*rivals, names[-1]], key=lambda n: -size[n])
-
-
 def row_of(view: RunView, name: str, target: str) -> Row:
     subject = _subject(target, name)
     size = view.subject_bytes(subject)
@@ -256,12 +246,6 @@ def row_of(view: RunView, name: str, target: str) -> Row:
         "perplexity": f"{perplexity.value:.2f}" if perplexity else "",
         "speed, × FP16": ratio.brief if ratio else "",
     }
-
-
-def _stood_in(view: RunView, subject: Subject) -> bool:
-    """Whether PyTorch was judged in place of this file."""
-    score = view.score(subject, "divergence")
-    return score is not None and score.subject.key != subject.key
 
 
 def _protocol(view: RunView, result: RunResult) -> list[str]:

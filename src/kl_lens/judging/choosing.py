@@ -163,28 +163,43 @@ def nearest(ours: Contender, rivals: Sequence[Contender]) -> Contender | None:
     """The largest rival that is no larger; of those of one size, the best."""
     smaller = [rival for rival in rivals if rival.bytes <= ours.bytes]
     largest = max(smaller, key=lambda rival: rival.bytes, default=None)
-    if largest is None:
-        return None
-    level = [rival for rival in smaller if rival.is_as_large_as(largest)]
-    return min(level, key=lambda rival: rival.kl)
+    return _best_of_one_size(largest, smaller)
 
 
 def next_larger(ours: Contender, rivals: Sequence[Contender]) -> Contender | None:
     """The smallest rival that is larger; of those of one size, the best."""
     larger = [rival for rival in rivals if rival.bytes > ours.bytes]
     smallest = min(larger, key=lambda rival: rival.bytes, default=None)
-    if smallest is None:
-        return None
-    level = [rival for rival in larger if rival.is_as_large_as(smallest)]
-    return min(level, key=lambda rival: rival.kl)
+    return _best_of_one_size(smallest, larger)
+
+
+def _best_of_one_size(
+    rival: Contender | None, rivals: Sequence[Contender]
+) -> Contender | None:
+    level = [other for other in rivals if rival and other.is_as_large_as(rival)]
+    return min(level, key=lambda level_rival: level_rival.kl, default=None)
+
+
+def best_within(ours: Contender, rivals: Sequence[Contender]) -> Contender | None:
+    """Of the rivals that are no larger, the best."""
+    smaller = [rival for rival in rivals if rival.bytes <= ours.bytes]
+    return min(smaller, key=lambda rival: rival.kl, default=None)
 
 
 def deciding(ours: Contender, rivals: Sequence[Contender]) -> set[str]:
     """The rivals that prove what ours is worth: of those no larger the nearest and the best; the next larger one."""
-    smaller = [rival for rival in rivals if rival.bytes <= ours.bytes]
-    best = min(smaller, key=lambda rival: rival.kl, default=None)
-    chosen = (nearest(ours, rivals), best, next_larger(ours, rivals))
+    chosen = (rule(ours, rivals) for rule in (nearest, best_within, next_larger))
     return {rival.name for rival in chosen if rival is not None}
+
+
+def closest(ours: Contender, rivals: Sequence[Contender], count: int) -> list[Contender]:
+    """As many rivals as a screen has room for, and ours: nearest in size, and of those that were judged first; large
+    ones first."""
+    order = sorted(
+        rivals,
+        key=lambda rival: (math.isnan(rival.kl), abs(rival.bytes - ours.bytes)),
+    )
+    return sorted([*order[:count], ours], key=lambda rival: -rival.bytes)
 
 
 def smallest_that_keeps(

@@ -160,19 +160,6 @@ def paper_points(
     return plans
 
 
-def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
-    """The best of the paper's points that are no larger than `rival`, by measured KL if all of them have it, otherwise
-    by predicted KL; else the smallest of all."""
-    points = [plan for plan in plans if plan.family == "paper"]
-    fitting = [plan for plan in points if (plan.bytes or 0) <= (rival.bytes or 0)]
-    if not fitting:
-        return min(points, key=lambda plan: plan.bytes or 0, default=None)
-    measured = {plan.name: plan.measured.kl.value for plan in fitting if plan.measured}
-    if len(measured) == len(fitting):
-        return min(fitting, key=lambda plan: measured[plan.name])
-    return min(fitting, key=lambda plan: plan.predicted_kl or 0.0)
-
-
 # -- the greedy rule -----------------------------------------------------------------------------------------
 
 

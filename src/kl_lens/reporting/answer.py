@@ -9,6 +9,7 @@ from pathlib import PurePath
 from kl_lens.judging.choosing import (
     KEPT_PERPLEXITY,
     Contender,
+    closest,
     nearest,
     smallest_that_keeps,
 )
@@ -27,7 +28,7 @@ from kl_lens.reporting.names import (
 )
 from kl_lens.run.folder import RECOMMENDED
 from kl_lens.run.ratios import Ratio, ratio_of
-from kl_lens.run.records import Estimate, Plan, Profile
+from kl_lens.run.records import ARTIFACT, Estimate, Plan, Profile, Subject
 
 _EXPORTED = "This is the plan that was exported last. "
 _SMALLEST = (
@@ -168,6 +169,26 @@ def libraries(profiles: Sequence[Profile]) -> list[str]:
         if "found" in r
     )
     return list(dict.fromkeys(lines))
+
+
+def stood_in(view: RunView, subject: Subject) -> bool:
+    """Whether PyTorch was judged in place of this file."""
+    score = view.score(subject, "divergence")
+    return score is not None and score.subject.key != subject.key
+
+
+def closest_files(
+    view: RunView, names: Sequence[str], target: str, count: int
+) -> list[str]:
+    """The recommendation, which is the last name, and the rivals whose files are nearest in size, those first that
+    their own runtime has judged."""
+    files = []
+    for name in names:
+        subject = Subject(ARTIFACT, name, target)
+        score = None if stood_in(view, subject) else view.score(subject, "divergence")
+        kl = math.nan if score is None else score.values["kl_mean"].value
+        files.append(Contender(name, view.subject_bytes(subject) or 0, kl, None))
+    return [file.name for file in closest(files[-1], files[:-1], count)]
 
 
 # -- the section ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,6 @@ from kl_lens.base.units import human_bytes
 from kl_lens.judging import choosing
 from kl_lens.judging.scoring import COMPARED_WINDOWS
 from kl_lens.model import LoadedModel
-from kl_lens.planning.points import best_paper_point
 from kl_lens.run.folder import SCREENED, Run, recommended_name
 from kl_lens.run.readings import KL
 from kl_lens.run.records import Plan
@@ -196,10 +195,9 @@ class Job:
         names = [UNIFORM_FP16, *(p.name for p in candidates)]
         storable = supported(get_target(target), PAPER_FORMATS)
         if self.settings.paper and len(storable) == len(PAPER_FORMATS):
-            points = [p for p in plans.values() if p.target in (None, target)]
-            best = best_paper_point(points, plans[name])
             names += [f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)]
-            names += [best.name] if best else []
+            points = [p for p in plans.values() if p.target in (None, target)]
+            names += _best_paper_point(points, plans[name])
         return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
 
     def deciding(self, target: str) -> set[str]:
@@ -289,6 +287,19 @@ class Job:
                 for path in paths
             )
         )
+
+
+def _best_paper_point(plans: Iterable[Plan], recommended: Plan) -> list[str]:
+    """The best of the paper's points that are no larger than our plan, by measured KL; else the smallest of all."""
+    points = [
+        choosing.Contender(plan.name, plan.bytes or 0, plan.measured.kl.value, None)
+        for plan in plans
+        if plan.family == "paper" and plan.measured
+    ]
+    ours = choosing.Contender(recommended.name, recommended.bytes or 0, math.nan, None)
+    smallest = min(points, key=lambda point: point.bytes, default=None)
+    best = choosing.best_within(ours, points) or smallest
+    return [] if best is None else [best.name]
 
 
 def _digest(*parts: bytes) -> str:
