@@ -80,10 +80,10 @@ def test_shares_in_any_order_give_the_sweep_of_one_process_to_the_last_bit(
     joined, refused = merge(run, order)
     assert not refused
     assert contents(run) == contents(whole)
-    assert sum(j.taken for j in joined) == len(contents(whole)["samples"])
+    assert sum(j.added for j in joined) == len(contents(whole)["samples"])
     assert effort(run) == pytest.approx(sum(effort(part) for part in parts))
     again, _ = merge(run, parts)
-    assert (sum(j.taken for j in again), sum(j.differing for j in again)) == (0, 0)
+    assert (sum(j.added for j in again), sum(j.differing for j in again)) == (0, 0)
     assert contents(run) == contents(whole)
 
 

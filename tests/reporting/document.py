@@ -16,14 +16,18 @@ class Element:
     children: list[Element] = field(default_factory=list)
 
     def all(self, name: str) -> list[Element]:
-        found = [self] if self.name == name else []
-        return found + [e for child in self.children for e in child.all(name)]
+        elements = [self] if self.name == name else []
+        return elements + [e for child in self.children for e in child.all(name)]
 
     def with_id(self, identifier: str) -> Element | None:
         if self.attributes.get("id") == identifier:
             return self
         return next(
-            (found for child in self.children if (found := child.with_id(identifier))),
+            (
+                element
+                for child in self.children
+                if (element := child.with_id(identifier))
+            ),
             None,
         )
 

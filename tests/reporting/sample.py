@@ -48,7 +48,7 @@ NOISE = 3e-7
 
 def components(blocks: int, kinds: Sequence[str] = KINDS) -> list[Component]:
     shape = (64, 64)
-    found = [
+    parts = [
         Component(
             "backbone.embeddings",
             "backbone.embeddings.weight",
@@ -63,7 +63,7 @@ def components(blocks: int, kinds: Sequence[str] = KINDS) -> list[Component]:
     for block in range(blocks):
         for kind in kinds:
             name = f"backbone.layers.{block}.mixer.{kind}"
-            found.append(
+            parts.append(
                 Component(
                     name,
                     f"{name}.weight",
@@ -76,7 +76,7 @@ def components(blocks: int, kinds: Sequence[str] = KINDS) -> list[Component]:
                 )
             )
         name = f"backbone.layers.{block}.mixer.conv1d"
-        found.append(
+        parts.append(
             Component(
                 name,
                 f"{name}.weight",
@@ -90,7 +90,7 @@ def components(blocks: int, kinds: Sequence[str] = KINDS) -> list[Component]:
                 reason="a convolution of four taps",
             )
         )
-    return found
+    return parts
 
 
 def make_run(
@@ -156,11 +156,11 @@ def add_target(folder: Path, target: str = "openvino") -> Path:
         table = run.table()
         name = f"recommended-{target}"
         planning.store_fixed_bytes(run, get_target(target), BESIDES)
-        made = best(
+        best_plan = best(
             table, max_bpw=10, name=name, fixed_bytes=BESIDES, target=get_target(target)
         ).plan
         planning.write_plan(
-            replace(made, target=target),
+            replace(best_plan, target=target),
             planning.plan_path(folder / "plans", name),
             table.components,
         )
@@ -215,10 +215,10 @@ def _measure(
                     0, 0.3
                 )
                 change = random_.gauss(0.4 * kl, 0.6 * math.sqrt(kl) * 0.02)
-                same = max(0.0, 1 - kl)
+                same_top = max(0.0, 1 - kl)
                 windows.append(
                     window_of(
-                        window, TOKENS, kl, 1.1 * kl, 2 * kl, change, same, signal=9.0
+                        window, TOKENS, kl, 1.1 * kl, 2 * kl, change, same_top, signal=9.0
                     )
                 )
             run.store_samples(role, component.name, format_name, windows, 0.1, "float32")
@@ -226,13 +226,13 @@ def _measure(
 
 def _plan(run: Run, verified: bool) -> list[Plan]:
     table = run.table()
-    made = paper_points(table)
+    points = paper_points(table)
     whole = sum(2 * c.parameters for c in table.components)
     exact = best(table, max_bytes=0.45 * whole, name="recommended").plan
     small = best(table, max_bytes=0.35 * whole, name="small").plan
     random_ = random.Random(5)
     finished = []
-    for plan in [*made, exact, small]:
+    for plan in [*points, exact, small]:
         measured = None
         if verified and plan.predicted_kl is not None:
             kl = plan.predicted_kl * random_.uniform(0.9, 1.25)
@@ -240,11 +240,11 @@ def _plan(run: Run, verified: bool) -> list[Plan]:
             measured = Measured(
                 Estimate(kl, 0.05 * kl), perplexity, 21.0, "wikitext2:valid", 4
             )
-        done = replace(plan, measured=measured)
+        judged = replace(plan, measured=measured)
         planning.write_plan(
-            done, planning.plan_path(run.folder / "plans", plan.name), table.components
+            judged, planning.plan_path(run.folder / "plans", plan.name), table.components
         )
-        finished.append(done)
+        finished.append(judged)
     run.note_command(shlex.split("kl-lens plan --run runs/sample --paper --verify"))
     words = "kl-lens plan --run runs/sample --max-bytes 80kB --name small --verify"
     run.note_command(shlex.split(words))

@@ -73,15 +73,15 @@ class Opened:
 def opened(browser: Any, path: Path, size: dict[str, int], **settings: Any) -> Opened:
     context = browser.new_context(viewport=size, **settings)
     context.set_default_timeout(PATIENCE)
-    found = Opened(context.new_page())
-    found.page.on("request", lambda request: found.requests.append(request.url))
-    found.page.on("console", lambda message: found.messages.append(message.text))
-    found.page.on("pageerror", lambda error: found.messages.append(str(error)))
-    found.page.on(
-        "dialog", lambda dialog: (found.messages.append(dialog.message), dialog.dismiss())
+    tab = Opened(context.new_page())
+    tab.page.on("request", lambda request: tab.requests.append(request.url))
+    tab.page.on("console", lambda message: tab.messages.append(message.text))
+    tab.page.on("pageerror", lambda error: tab.messages.append(str(error)))
+    tab.page.on(
+        "dialog", lambda dialog: (tab.messages.append(dialog.message), dialog.dismiss())
     )
-    found.page.goto(path.as_uri())
-    return found
+    tab.page.goto(path.as_uri())
+    return tab
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +207,8 @@ def test_the_command_on_the_page_makes_the_plan_on_the_page(
 
 
 def test_commands_and_tables_can_be_taken_along(browser: Any, report: Path) -> None:
-    found = opened(browser, report, DESKTOP, permissions=["clipboard-read"])
-    page = found.page
+    tab = opened(browser, report, DESKTOP, permissions=["clipboard-read"])
+    page = tab.page
     tool = page.locator("pre + .tool:visible").first
     tool.click()
     copied = page.evaluate("navigator.clipboard.readText()")
@@ -220,7 +220,7 @@ def test_commands_and_tables_can_be_taken_along(browser: Any, report: Path) -> N
     assert rows[0][:3] == ["file", "size", "KL"]
     assert {len(row) for row in rows} == {len(rows[0])}
     assert int(rows[2][1]) > 1000  # bytes
-    assert found.messages == []
+    assert tab.messages == []
     page.context.close()
 
 
@@ -272,8 +272,8 @@ def test_it_fits_the_screen_and_keeps_its_contrast(
     browser: Any, report: Path, size: dict[str, int], scheme: str
 ) -> None:
     phone = {"has_touch": True, "is_mobile": True} if size == PHONE else {}
-    found = opened(browser, report, size, color_scheme=scheme, **phone)
-    page = found.page
+    tab = opened(browser, report, size, color_scheme=scheme, **phone)
+    page = tab.page
     assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
     assert size == PHONE or page.evaluate("document.documentElement.scrollHeight") <= 6000
     ink, paper = page.evaluate(
@@ -298,8 +298,8 @@ def test_it_fits_the_screen_and_keeps_its_contrast(
     if phone:  # a finger gets the numbers too
         page.locator(".cells_marks path").nth(2).tap()
         assert "KL" in page.locator("#tip").inner_text()
-    assert found.requests == [report.as_uri()]
-    assert found.messages == []
+    assert tab.requests == [report.as_uri()]
+    assert tab.messages == []
     page.context.close()
 
 
@@ -330,8 +330,8 @@ def _brightness(colour: str) -> float:
 
 
 def test_without_scripts_everything_is_still_there(browser: Any, report: Path) -> None:
-    found = opened(browser, report, DESKTOP, java_script_enabled=False)
-    page = found.page
+    tab = opened(browser, report, DESKTOP, java_script_enabled=False)
+    page = tab.page
     assert page.locator("section").count() == 7
     assert "nats per token" in page.locator("#answer article").inner_text()
     assert page.locator("#layers tbody tr").count() == 17

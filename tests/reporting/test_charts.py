@@ -19,13 +19,13 @@ from tests.reporting.document import read
 def test_an_axis_holds_its_values_in_order_and_a_log_axis_has_a_few_ticks(
     values: list[float], log: bool | None
 ) -> None:
-    made = axis("", values, log=log)
-    assert log is not None or made.log == (max(values) > 10 * min(values))
-    places = [made.place(v, 100) for v in sorted(values)]
-    assert places == sorted(places)
-    assert all(-1e-6 <= place <= 100 + 1e-6 for place in places)
-    if made.log:
-        assert 1 <= len(charts.log_ticks(made.low, made.high)) <= 12
+    drawn = axis("", values, log=log)
+    assert log is not None or drawn.log == (max(values) > 10 * min(values))
+    distances = [drawn.place(v, 100) for v in sorted(values)]
+    assert distances == sorted(distances)
+    assert all(-1e-6 <= distance <= 100 + 1e-6 for distance in distances)
+    if drawn.log:
+        assert 1 <= len(charts.log_ticks(drawn.low, drawn.high)) <= 12
 
 
 def test_hostile_words_stay_words_in_a_chart() -> None:
@@ -56,8 +56,8 @@ def test_text_is_escaped_and_markup_is_not() -> None:
     assert tag("td", "a < b & c") == "<td>a &lt; b &amp; c</td>"
     assert tag("p", tag("b", "x"), "<i>") == "<p><b>x</b>&lt;i&gt;</p>"
     assert isinstance(tag("p", Html("<b>x</b>")), Html)
-    made = tag("a", aria_label='"><script>', class_="x", hidden=True, id=None)
-    assert made == '<a aria-label="&quot;&gt;&lt;script&gt;" class="x" hidden></a>'
+    link = tag("a", aria_label='"><script>', class_="x", hidden=True, id=None)
+    assert link == '<a aria-label="&quot;&gt;&lt;script&gt;" class="x" hidden></a>'
     assert (
         escape("a\x00b\x1b[31m\ud800") == "a\ufffdb\ufffd[31m\ufffd"
     )  # HTML forbids these

@@ -44,9 +44,9 @@ HOSTILE = (
 
 
 def section(page: str, name: str) -> Element:
-    found = read(page).with_id(name)
-    assert found is not None
-    return found
+    element = read(page).with_id(name)
+    assert element is not None
+    return element
 
 
 def marks(element: Element) -> list[str]:
@@ -96,8 +96,8 @@ def test_a_targets_choices_are_in_bytes_of_its_file_and_its_answer_names_the_nea
         )
         assert collect(run).spaces["openvino"].problem == expected
         whole = planning.read_plan(folder / "recommended.json", table.components)
-        own = planning.read_plan(folder / "recommended-openvino.json", table.components)
-        made = [
+        exact = planning.read_plan(folder / "recommended-openvino.json", table.components)
+        stock = [
             replace(
                 planning.uniform_plan(table, name),
                 name=f"stock.{name}",
@@ -106,7 +106,7 @@ def test_a_targets_choices_are_in_bytes_of_its_file_and_its_answer_names_the_nea
             )
             for name in ("int4", "int8")
         ]
-        for plan in (own, *made):
+        for plan in (exact, *stock):
             path = planning.plan_path(folder, plan.name)
             planning.write_plan(
                 replace(plan, measured=whole.measured), path, table.components
@@ -174,10 +174,10 @@ def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_b
             "screened", "calibration", {"limit": {"max_loss": 0.01}, "predicted": rows}
         )
         measured = run.table()
-        known = run.table(predicted=True)
+        predicted = run.table(predicted=True)
         view = collect(run)
         page = write_report(run).read_text(encoding="utf-8")
-    assert len(known.measurements) == len(measured.measurements) + 17
+    assert len(predicted.measurements) == len(measured.measurements) + 17
     explorer = Explorer(view, view.spaces[None])
     guessed = [explorer.predicted(position) for position in explorer.positions]
     assert guessed[-1] == 0  # FP16
@@ -191,10 +191,11 @@ def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_b
     assert "≈ 0.0012" in section(page, "details").words
     budget = ["--max-bytes", str(explorer.positions[at].bytes)]
     assert main(["plan", "--run", str(folder), *budget, "--json"]) == 0
-    told = capsys.readouterr()
-    [plan] = json.loads(told.out)
-    assert f"the KL of {guessed[at]} of 17 components was predicted" in told.err.replace(
-        "\n", " "
+    printed = capsys.readouterr()
+    [plan] = json.loads(printed.out)
+    assert (
+        f"the KL of {guessed[at]} of 17 components was predicted"
+        in printed.err.replace("\n", " ")
     )
     assert plan["predicted_kl"] == pytest.approx(explorer.positions[at].kl, rel=1e-9)
     with Run.open(
@@ -203,9 +204,9 @@ def test_what_was_not_measured_is_predicted_by_page_and_plan_alike_and_said_to_b
         limit = {"max_bytes": explorer.positions[at].bytes}
         run.store("screened", "calibration", {"limit": limit, "predicted": rows})
     assert main(["plan", "--run", str(folder), *budget, "--json"]) == 0
-    told = capsys.readouterr()
-    assert "was predicted" not in told.err
-    assert json.loads(told.out)[0]["predicted_kl"] > plan["predicted_kl"]
+    printed = capsys.readouterr()
+    assert "was predicted" not in printed.err
+    assert json.loads(printed.out)[0]["predicted_kl"] > plan["predicted_kl"]
 
 
 def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one_and_chance_is_called_chance(
@@ -265,13 +266,13 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
         drawn = [m for m in marks(speed) if "tokens per second" in m]
         assert (drawn == []) == (brief == "not measurable")  # no exact points beside it
         profiles = [p for p in view.profiles if p.protocol == "use"]
-        told = as_json(BenchmarkResult(Report(1e9, profiles)))["profiles"][0]["ratios"]
+        ratios = as_json(BenchmarkResult(Report(1e9, profiles)))["profiles"][0]["ratios"]
         memory = {"prompt_lengths": [128], "memory": {"model_bytes": 1}}
         complete = [replace(p, settings=p.settings | memory) for p in profiles]
         assert brief in use_rows(complete)[0]["× FP16"]
         assert row_of(view, "recommended", "openvino")["speed, × FP16"] == brief
         unshown = {"low": low, "high": high, "repeats": 24, "not_measurable": busy}
-        assert told == {
+        assert ratios == {
             "tokens_per_second": unshown if brief == "not measurable" else ratio
         }
     assert not re.search(r"1\.39 (\(0\.25|times)|FP16: 1\.39", page)
@@ -280,12 +281,12 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
 def test_tasks_samples_and_provenance_are_shown_and_places_on_the_authors_disk_are_not(
     sample_page: str,
 ) -> None:
-    found = section(sample_page, "details")
-    assert "arc_easy: acc" in found.words
-    assert "0.413 ± 0.012" in found.words
-    assert [q.words for q in found.all("blockquote")] == [
-        f"The history of the city is long, says {who}."
-        for who in ("original", "openvino/recommended")
+    details = section(sample_page, "details")
+    assert "arc_easy: acc" in details.words
+    assert "0.413 ± 0.012" in details.words
+    assert [q.words for q in details.all("blockquote")] == [
+        f"The history of the city is long, says {subject}."
+        for subject in ("original", "openvino/recommended")
     ]
     words = section(sample_page, "provenance").words
     for expected in (

@@ -32,8 +32,8 @@ def identify(run: Run) -> None:
 
 
 def kl_of(run: Run, target: str | None) -> float:
-    (found,) = run.table(target=target).measurements
-    return found.metrics["kl_teacher_to_student"].value
+    (measurement,) = run.table(target=target).measurements
+    return measurement.metrics["kl_teacher_to_student"].value
 
 
 def test_targets_stand_beside_weights_alone(tmp_path: Path) -> None:

@@ -20,30 +20,30 @@ WINDOWS = 6
 def windows(slope: float, scatter: float) -> list[np.ndarray]:
     """KL that begins at 0.05 and grows by `slope` per 1,000 tokens, each window with its own level and noise."""
     random = np.random.default_rng(0)
-    places = np.arange(TOKENS) / 1000
+    thousands = np.arange(TOKENS) / 1000
     return [
         0.05 * random.lognormal(0, scatter)
-        + slope * places
+        + slope * thousands
         + random.normal(0, scatter / 50, TOKENS)
         for _ in range(WINDOWS)
     ]
 
 
 def test_the_slope_is_the_mean_of_the_windows_slopes() -> None:
-    made = windows(0.01, 0.3)
-    curve = by_position(made)
+    losses = windows(0.01, 0.3)
+    curve = by_position(losses)
     assert curve.starts == (0, 512, 1024, 1536)
     width = 512
     centres = [0.256, 0.768, 1.280, (1536 + 2047) / 2000]
     means = np.array(
-        [[w[start : start + width].mean() for start in curve.starts] for w in made]
+        [[w[start : start + width].mean() for start in curve.starts] for w in losses]
     )
-    each = [
+    slopes = [
         np.polyfit(centres, row, 1, w=np.sqrt([512, 512, 512, 511]))[0] for row in means
     ]
-    assert curve.slope.value == pytest.approx(np.mean(each))
+    assert curve.slope.value == pytest.approx(np.mean(slopes))
     assert curve.slope.standard_error == pytest.approx(
-        np.std(each, ddof=1) / math.sqrt(WINDOWS)
+        np.std(slopes, ddof=1) / math.sqrt(WINDOWS)
     )
     assert [mean.value for mean in curve.means] == pytest.approx(means.mean(0).tolist())
 

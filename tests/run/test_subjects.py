@@ -41,22 +41,22 @@ def test_an_artifact_that_was_exported_again_takes_its_results_with_it(
     folder = make_run(
         tmp_path / "run", stages=("plan", "evaluate", "benchmark", "generate")
     )
-    place = folder / "artifacts/openvino/recommended/artifact.json"
-    record = json.loads(place.read_text())
+    path = folder / "artifacts/openvino/recommended/artifact.json"
+    record = json.loads(path.read_text())
     with Run.open(folder) as run:
         subject = about(run, "openvino", "recommended")
         run.store_result("agreement", subject, "t", {"what": "t", "verdict": "agrees"})
 
         def kinds() -> set[str]:
             view = collect(run)
-            found = {
+            current = {
                 "score": view.scores,
                 "profile": view.profiles,
                 "generation": view.generations,
             }
             shown = {
                 k
-                for k, records in found.items()
+                for k, records in current.items()
                 if subject in {r.subject for r in records}
             }
             return shown | {
@@ -69,7 +69,7 @@ def test_an_artifact_that_was_exported_again_takes_its_results_with_it(
             {"tensors": [t | {"digest": "of other bytes"} for t in record["tensors"]]},
             {"model_fingerprint": "of another model"},
         ):
-            place.write_text(json.dumps(record | change))
+            path.write_text(json.dumps(record | change))
             assert kinds() == set(), change
 
 
@@ -80,9 +80,9 @@ def test_files_from_outside_are_current_as_long_as_their_content_is(
     file.parent.mkdir()
     file.write_bytes(b"one")
     with Run.create(tmp_path / "run") as run:
-        own = Subject(ARTIFACT, "small", "gguf")
-        outside = replace(own, settings={"path": outside_path(file)})
-        assert outside.label != own.label
+        in_run = Subject(ARTIFACT, "small", "gguf")
+        outside = replace(in_run, settings={"path": outside_path(file)})
+        assert outside.label != in_run.label
         assert outside.own_plan is None
         judged = replace(outside, digest=file_digest(file))
         assert is_current(run, judged)

@@ -22,9 +22,9 @@ def free_memory(device: torch.device) -> int:
     """GPU memory in bytes that this process can still allocate, within its share if it has one."""
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
-    held = torch.cuda.memory_reserved(device) - allocated
+    reserved = torch.cuda.memory_reserved(device) - allocated
     share = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
-    return min(int(free) + held, share - allocated)
+    return min(int(free) + reserved, share - allocated)
 
 
 def elements_at_once(device: torch.device) -> int:

@@ -11,23 +11,23 @@ class Progress:
     """What a progress display needs; the command line replaces the callbacks."""
 
     # Total work, work already done.
-    started: Callable[[float, float], None] = lambda total, done: None
-    advanced: Callable[[float, str], None] = lambda work, what: None
+    started: Callable[[float, float], None] = lambda total, completed: None
+    advanced: Callable[[float, str], None] = lambda work, label: None
     message: Callable[[str], None] = lambda text: None
 
     def as_one(self, expected: float) -> Progress:
         """Shows several pieces of work as one of at least the expected amount."""
-        done = 0.0
+        completed = 0.0
 
         def started(total: float, already: float) -> None:
-            nonlocal done
-            whole = max(expected, done + total)
-            done += already
-            self.started(whole, done)
+            nonlocal completed
+            whole = max(expected, completed + total)
+            completed += already
+            self.started(whole, completed)
 
-        def advanced(work: float, what: str) -> None:
-            nonlocal done
-            done += work
-            self.advanced(work, what)
+        def advanced(work: float, label: str) -> None:
+            nonlocal completed
+            completed += work
+            self.advanced(work, label)
 
         return Progress(started, advanced, self.message)

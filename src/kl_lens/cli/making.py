@@ -313,8 +313,8 @@ def show_merge(result: MergeResult) -> Shown:
     rows = [
         {
             "from": str(joined.source),
-            "new": str(joined.taken),
-            "already there": str(joined.known),
+            "new": str(joined.added),
+            "already there": str(joined.repeated),
             "already there, different": str(joined.differing),
         }
         for joined in result.joined

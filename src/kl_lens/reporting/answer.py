@@ -250,15 +250,15 @@ def plainly(view: RunView, plan: Plan) -> str:
     bytes_ = view.bytes_of(plan, plan.target)
     share = percent(bytes_ / view.fp16_of(plan.target))
     words = f"{title}: {size(bytes_)}, {share} of the size of FP16."
-    same = view.judged(plan, plan.target).same_top
-    if same is None:
+    agreement = view.judged(plan, plan.target).same_top
+    if agreement is None:
         return words
-    words += f" The likeliest {view.unit.guess} stays the same {_in_hundred(same)}"
+    words += f" The likeliest {view.unit.guess} stays the same {_in_hundred(agreement)}"
     rival = nearest_stock(view, plan)
-    other = view.judged(rival, plan.target).same_top if rival else None
-    if rival and other:
+    rival_agreement = view.judged(rival, plan.target).same_top if rival else None
+    if rival and rival_agreement:
         rival_size = size(view.bytes_of(rival, plan.target))
-        words += f"; with {plan_title(rival.name)} ({rival_size}), {_in_hundred(other)}"
+        words += f"; with {plan_title(rival.name)} ({rival_size}), {_in_hundred(rival_agreement)}"
     return f"{words}."
 
 
@@ -276,13 +276,13 @@ def nearest_stock(view: RunView, plan: Plan) -> Plan | None:
         for name, p in stock.items()
         if (loss := view.judged(p, plan.target).kl) is not None
     ]
-    ours = Contender(
+    contender = Contender(
         plan.name,
         view.bytes_of(plan, plan.target),
         math.nan if kl is None else kl.value,
         None,
     )
-    chosen = nearest(ours, rivals)
+    chosen = nearest(contender, rivals)
     return stock[chosen.name] if chosen else None
 
 

@@ -308,10 +308,10 @@ class RunView:
     def _on_text_of(self, score: Score, subject: Subject) -> dict[str, Estimate]:
         """All values of a subject on the same windows of the same text."""
         values = dict[str, Estimate]()
-        for other in self.scores:
-            same = (other.what, other.protocol) == (score.what, score.protocol)
-            if same and other.subject.key == subject.key:
-                values |= other.values
+        for result in self.scores:
+            is_same_text = (result.what, result.protocol) == (score.what, score.protocol)
+            if is_same_text and result.subject.key == subject.key:
+                values |= result.values
         return values
 
 

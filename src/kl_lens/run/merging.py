@@ -31,8 +31,8 @@ class Joined:
     """What a run took from one source, counted in candidate × window pairs."""
 
     source: Path
-    taken: int
-    known: int  # already in the run
+    added: int
+    repeated: int  # already in the run
     differing: int  # of those: the numbers differ, and the run kept its own
 
 

@@ -67,7 +67,7 @@ def curve_of(score: Score, name: str) -> PositionCurve | None:
     slope = score.values.get(f"{name}_{SLOPE}")
     parts = [(key.partition("@"), mean) for key, mean in score.values.items()]
     bins = {
-        int(place): mean for (kind, _, place), mean in parts if kind == name and place
+        int(start): mean for (kind, _, start), mean in parts if kind == name and start
     }
     if not bins or slope is None:
         return None
@@ -102,9 +102,11 @@ def by_position(windows: Sequence[npt.NDArray[np.floating[Any]]]) -> PositionCur
     means = (
         np.add.reduceat(np.array(windows, np.float64), starts, axis=1) / counts
     )  # (windows, bins)
-    places = (starts + counts / 2) / 1000
-    away = counts * (places - np.average(places, weights=counts))
-    slopes = means @ away / (away @ places) if len(starts) > 1 else np.zeros(len(means))
+    middles = (starts + counts / 2) / 1000
+    away = counts * (middles - np.average(middles, weights=counts))
+    slopes = means @ away / (away @ middles) if len(starts) > 1 else np.zeros(len(means))
     once = np.ones(len(means))
-    each = tuple(ratio(column, once) for column in means.T)
-    return PositionCurve(tuple(starts.tolist()), each, ratio(slopes, once), len(means))
+    mean_of_bins = tuple(ratio(column, once) for column in means.T)
+    return PositionCurve(
+        tuple(starts.tolist()), mean_of_bins, ratio(slopes, once), len(means)
+    )

@@ -231,12 +231,12 @@ def perplexity(nll: Floats, weights: Floats) -> Estimate:
 
 def perplexity_change(nll: Floats, original: Floats, weights: Floats) -> Estimate:
     """Perplexity minus the original's on the same windows, with a paired error."""
-    ours = ratio(nll, weights).value
-    theirs = ratio(original, weights).value
-    residuals = _exp(ours) * (nll - ours * weights) - _exp(theirs) * (
-        original - theirs * weights
+    loss = ratio(nll, weights).value
+    original_loss = ratio(original, weights).value
+    residuals = _exp(loss) * (nll - loss * weights) - _exp(original_loss) * (
+        original - original_loss * weights
     )
-    return Estimate(_exp(ours) - _exp(theirs), ratio_error(residuals, weights))
+    return Estimate(_exp(loss) - _exp(original_loss), ratio_error(residuals, weights))
 
 
 def quantile(windows: Sequence[npt.NDArray[np.float32]], share: float) -> Estimate:
@@ -252,10 +252,10 @@ def quantile(windows: Sequence[npt.NDArray[np.float32]], share: float) -> Estima
     error = ratio(
         below, np.array([float(len(window)) for window in windows])
     ).standard_error
-    known = (
+    is_certain = (
         share - error > 0 and share + error < 1 and len(tokens) * (1 - share) >= 1
     )  # False for nan
-    if not known:
+    if not is_certain:
         return Estimate(value)
     low, high = np.quantile(tokens, [share - error, share + error])
     return Estimate(value, float(high - low) / 2)

@@ -211,9 +211,9 @@ def test_two_bits_with_a_searched_scale_lose_a_quarter_of_what_ggml_loses() -> N
     search = Recipe.parse("q2_0+search")
     statistics = InputStatistics(torch.eye(512), (1000,))
     stored = search.quantizer.quantize(weight, search.grid, "layer", statistics)
-    own = (search.grid.dequantize(stored) - weight).square().mean()
-    assert own < 0.26 * error
-    assert own**0.5 < 0.3515
+    search_error = (search.grid.dequantize(stored) - weight).square().mean()
+    assert search_error < 0.26 * error
+    assert search_error**0.5 < 0.3515
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -427,8 +427,8 @@ class Explorer:
         artifact = self.view.artifacts.get(f"{self.space.target}/{plan.name}")
         if artifact is None:
             return str(PurePath(self.view.folder, "plans", f"{plan.name}.json"))
-        place = PurePath(self.view.folder, "artifacts", artifact.target, plan.name)
-        return str(place / artifact.files[0] if len(artifact.files) == 1 else place)
+        folder = PurePath(self.view.folder, "artifacts", artifact.target, plan.name)
+        return str(folder / artifact.files[0] if len(artifact.files) == 1 else folder)
 
     def _coded(self, component: Component, recipe: Recipe) -> list[Any]:
         """Level, words, whether it was predicted."""
