@@ -111,3 +111,22 @@ def test_the_help_shows_the_flags_that_people_use(capsys) -> None:
     assert "--gamma" not in shown["--help"]
     assert "--gamma" in shown["--help-all"]
     assert "--help-all" in shown["--help"].splitlines()[-1]
+
+
+def test_without_a_verb_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(f"    {verb} " in printed for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_shows_all_its_flags(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help-all"])
+    printed = capsys.readouterr().out
+    flags = [option.flag for option in options_of(settings_of(verb)) if option.flag]
+    assert not [flag for flag in flags if flag not in printed]

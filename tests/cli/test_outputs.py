@@ -1,6 +1,7 @@
 """What a command writes replaces nothing that it did not make, is lost by no accident, and is named as it is."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +119,13 @@ def test_names_and_paths_are_shown_as_they_are(
     text = ["--text", f"{model}/text.txt", "--windows", "2", "--window-length", "32"]
     commands: dict[str, list[str]] = {
         shown: ["inspect", model],
-        f"Next: kl-lens plan --run {run}\n": ["measure", model, "--run", run, *text],
+        f"Next: kl-lens plan --run {shlex.quote(run)} --max-loss 0.01\n": [
+            "measure",
+            model,
+            "--run",
+            run,
+            *text,
+        ],
         f"written to {run}/plans.\n": ["plan", "--run", run, "--max-bpw", "9"],
         f"{run}/report.html\n": ["report", "--run", run],
     }

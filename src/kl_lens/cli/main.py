@@ -140,8 +140,9 @@ def build_parser(
     """
     parser = _Parser(
         prog="kl-lens",
-        description="Makes Mamba and hybrid language models smaller: finds out which weights can drop to 4 or 8 bits, "
-        "writes GGUF and OpenVINO files, and measures what they lose. Start with: kl-lens run MODEL --targets gguf",
+        description="Makes language models smaller: finds out which weights can drop to 4 or 8 bits, writes GGUF, "
+        "OpenVINO, MLX and vLLM files, and measures what they lose. Start with: kl-lens run MODEL --targets gguf",
+        epilog="Documentation: https://kl-lens.github.io/kl-lens",
     )
     parser.add_argument(
         "--version",
@@ -168,8 +169,7 @@ def build_parser(
 
 
 def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool) -> None:
-    if verb in USUAL:
-        parser.add_argument("--help-all", action="help", help="show every flag")
+    parser.add_argument("--help-all", action="help", help="show every flag")
     usual = USUAL[verb].split() if verb in USUAL and not everything else None
     if left_out := add_arguments(parser, settings_of(verb), usual):
         parser.epilog = f"kl-lens {verb} --help-all shows {left_out} more flags."
@@ -193,7 +193,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = build_parser(_verb(words), everything="--help-all" in words)
     arguments = parser.parse_args(words)
     if not (arguments.verb or arguments.version):
-        parser.error("the following arguments are required: VERB")
+        if words:
+            parser.error("the following arguments are required: VERB")
+        parser.print_help()
+        parser.exit()
     return arguments
 
 

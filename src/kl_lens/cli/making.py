@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from kl_lens.base.units import human_bytes, human_kl, spell_bytes
@@ -272,7 +273,13 @@ def show_measure(result: MeasureResult) -> Shown:
         share, count = result.share
         yield f"This is share {share}/{count}. When all are done: kl-lens merge {result.folder.parent.parent}"
     else:
-        yield f"Next: kl-lens plan --run {result.folder}"
+        yield _next_plan(result.folder, result.target)
+
+
+def _next_plan(folder: Path, target: str | None) -> str:
+    of_target = ["--target", target] if target else []
+    command = ["plan", "--run", str(folder), *of_target, "--max-loss", "0.01"]
+    return f"Next: kl-lens {shlex.join(command)}"
 
 
 def json_table(result: TableResult) -> list[dict[str, Any]]:
@@ -324,7 +331,7 @@ def show_merge(result: MergeResult) -> Shown:
     if result.missing:
         yield f"No shard has measured {result.missing} candidate × window pairs. Measure them without --shard."
     elif rows:
-        yield f"Next: kl-lens plan --run {result.folder}"
+        yield _next_plan(result.folder, None)
 
 
 # -- plan ----------------------------------------------------------------------------------------------------

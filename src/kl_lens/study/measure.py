@@ -202,6 +202,7 @@ class MeasureResult:
     unit: str = "tokens"  # what windows are made of
     share: tuple[int, int] | None = None  # (3, 16): only the third of sixteen
     curves: Sequence[PositionCurve] = ()  # of states: each measurement's KL by position
+    target: str | None = None
 
 
 def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
@@ -418,7 +419,13 @@ def measure_recipes(
         run.store(SCREENED, role, None)
     noise = (run.load("noise", role) or {}).get(KL, 0.0)
     return MeasureResult(
-        run.folder, run.measurements(role), noise, result, model.task.unit, share
+        run.folder,
+        run.measurements(role),
+        noise,
+        result,
+        model.task.unit,
+        share,
+        target=target,
     )
 
 
