@@ -107,9 +107,42 @@ def test_transformers_computes_with_exactly_our_weights(
     weights = {component.weight for component in model.anatomy.candidates}
     quantized = [part for part in parts if part.parameter in weights]
     assert quantized
+    stored_as = {t.runtime_name.removesuffix("_packed"): t for t in artifact.tensors}
     for part in quantized:
         assert part.tensor is not None
         assert torch.equal(part.tensor.read(), model.tensor(str(part.parameter)))
+        record = stored_as[part.name]
+        assert part.tensor.format in (record.realised, "")  # integers that we do not name
+        assert part.tensor.bytes == record.bytes
+
+
+def test_stock_recipes_are_llm_compressors() -> None:
+    model = plain(load("reference:hybrid"))
+    recipes = {r.name: r for r in describe_target("vllm").stock_recipes(model)}
+    assert list(recipes) == ["w4a16", "w4a16.gptq", "w4a16_asym", "w8a16"]
+    assert [name for name, r in recipes.items() if not r.usual] == ["w4a16_asym"]
+    four = recipes["w4a16"].assignment
+    for component in model.anatomy.candidates:
+        whole_groups = component.shape[-1] % 128 == 0 and component.shape[-2] % 8 == 0
+        tied = component.name == model.anatomy.head
+        expected = "int4-g128" if whole_groups and not tied else FP16
+        assert four[component.name] == expected
+    assert set(four.values()) == {"int4-g128", FP16}
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "uint4-g32", "int8"])
+def test_a_file_is_no_larger_than_its_parts_say(name: str, tmp_path: Path) -> None:
+    model = _model("mamba2")
+    target = get_target(NAME)
+    layers = [c for c in model.anatomy.candidates if c.kind in ("in_proj", "out_proj")]
+    plan = Plan("p", {c.name: name for c in layers}, "test")
+    grid = get_format(name)
+    parts = sum(grid.bytes(c.shape) + target.overhead(grid) for c in layers)
+    plain_size = target.file_bytes(model, Plan("p", {}, "test"))
+    bound = plain_size - sum(2 * c.parameters for c in layers) + parts
+    size = target.file_bytes(model, plan)
+    assert bound - 100 * len(layers) < size <= bound
+    assert target.overhead(get_format(FP16)) == 0
 
 
 def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:

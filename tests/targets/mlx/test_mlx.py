@@ -78,7 +78,9 @@ def _dequantized(module: Any) -> np.ndarray:
         *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW),
     ],
 )
-def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
+def test_a_family_as_mlx_lm_opens_it(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlx_lm.utils import load_model
 
     net = tiny_model(family)
@@ -93,7 +95,10 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     model = plain(LoadedModel(family, Path(), net, None))
     plan = in_turn(model, FORMATS)
     artifact = export(model, plan, "mlx", tmp_path)
-    assert artifact.realised_bytes == get_target("mlx").file_bytes(model, plan)
+    target = get_target("mlx")
+    assert artifact.realised_bytes == target.file_bytes(model, plan)
+    parts = target.dissect(tmp_path).parts(model)
+    stored = {part.name: part.tensor for part in parts}
     modules = dict(load_model(tmp_path)[0].named_modules())
     checked = 0
     for tensor in artifact.tensors:
@@ -102,6 +107,10 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
             continue
         module = modules[tensor.runtime_name.removesuffix(".weight")]
         assert (module.bits, module.group_size) == (grid.bits, grid.group_size)
+        apart = stored[tensor.runtime_name]
+        assert apart is not None
+        assert (apart.format, apart.bytes) == (grid.name, tensor.bytes)
+        np.testing.assert_array_equal(apart.read().numpy(), _dequantized(module))
         expected_values = model.weights.values(
             tensor.component, Recipe.parse(tensor.realised)
         )
@@ -131,6 +140,10 @@ def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
             *(session.step(token) for token in tokens[10:]),
         ]
         np.testing.assert_allclose(np.stack(steps), whole[9:], atol=1e-4)
+        monkeypatch.setattr("kl_lens.targets.mlx.session.BATCH", 7)
+        np.testing.assert_allclose(session.logits(tokens), whole, atol=1e-4)
+        session.reset()
+        np.testing.assert_allclose(session.prefill(tokens), whole[-1], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +165,55 @@ def test_what_mlx_lm_computes_otherwise_is_refused(
     with pytest.raises(UnsupportedError, match=reason):
         export(model, Plan("p", {}, "test"), "mlx", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["affine4-g32", "affine8-g64"])
+def test_a_file_is_no_larger_than_its_parts_say(name: str) -> None:
+    model = plain(LoadedModel("mamba", Path(), tiny_model("mamba"), None))
+    target = get_target("mlx")
+    grid = Recipe(name).grid
+    layers = [c for c in model.anatomy.candidates if grid.fits(c.shape) is None]
+    plan = Plan("p", {c.name: name for c in layers}, "test")
+    added = [grid.bytes(c.shape) - 2 * c.parameters for c in layers]
+    bound = target.file_bytes(model, Plan("p", {}, "test"))
+    bound += sum(added) + len(layers) * target.overhead(grid)
+    assert bound - 100 * len(layers) < target.file_bytes(model, plan) <= bound
+
+
+ROTARY = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaled"), [("default", False), ("linear", True), ("llama3", True)]
+)
+def test_rotary_settings_stand_where_mlx_lm_looks(kind: str, scaled: bool) -> None:
+    from kl_lens.targets.mlx.layout import configuration_of
+
+    net = tiny_model("llama")
+    rotary = {"rope_type": kind, "factor": 2.0, **ROTARY}
+    net.config.rope_parameters = rotary
+    net.config.tie_word_embeddings = True
+    config = configuration_of(LoadedModel("llama", Path(), net, None))
+    assert ROTARY.items() <= config.items()
+    assert config.get("rope_scaling") == (rotary if scaled else None)
+    assert config["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize(
+    ("rhythm", "interval"),
+    [("lflf", 2), ("lllf", 4), ("ff", 1), ("lfl", 2), ("", None), ("ll", 0), ("lff", 0)],
+)
+def test_attention_in_every_nth_layer(rhythm: str, interval: int | None) -> None:
+    from kl_lens.targets.mlx.layout import _interval
+
+    names = {"l": "linear_attention", "f": "full_attention"}
+    config = {"layer_types": [names[letter] for letter in rhythm]}
+    if interval == 0:
+        with pytest.raises(UnsupportedError, match="attention in every n-th layer"):
+            _interval(config)
+    else:
+        expected = {} if interval is None else {"full_attention_interval": interval}
+        assert _interval(config) == expected
 
 
 @pytest.fixture(scope="module")

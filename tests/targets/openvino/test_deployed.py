@@ -53,7 +53,7 @@ def test_single_products(
     fmt = get_format(name)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=generator)
-    node, _, _ = constants.integer_constant(fmt.quantize(weight), fmt, "w")
+    node, _ = constants.integer_constant(fmt.quantize(weight), fmt, "w")
     x = ops.parameter(ov.PartialShape([1, -1, columns]), np.float32)
     model = ov.Model([ops.result(ops.matmul(x, node, False, True))], [x], "product")
     ov.save_model(model, tmp_path / "m.xml", compress_to_fp16=False)

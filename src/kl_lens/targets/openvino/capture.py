@@ -150,22 +150,23 @@ class GraphForward(nn.Module):
         )
         return [*self.convolutions, *pairs] if self.stateful else []
 
+    def state_shapes(self, sequences: int, past: int) -> list[tuple[int, ...]]:
+        """Of what `state_names` names."""
+        shapes: list[tuple[int, ...]] = [
+            (sequences, channels, kernel - 1)
+            for channels, kernel in self.convolutions.values()
+        ]
+        for heads, *widths in self.attention.values():
+            shapes += [(sequences, heads, past, width) for width in widths]
+        return shapes if self.stateful else []
+
     def example_inputs(self, tokens: int) -> tuple[T, ...]:
         """Inputs of the right shapes for tracing. They include a few past tokens, so that no axis is empty."""
-        inputs = [torch.ones(1, tokens, dtype=torch.long)]
-        positions = tokens + self.prefix
-        if self.stateful:
-            positions = tokens
-            past = self.prefix + 3
-            inputs += [
-                torch.zeros(1, c, kernel - 1) for c, kernel in self.convolutions.values()
-            ]
-            for heads, *widths in self.attention.values():
-                inputs += [torch.zeros(1, heads, past, width) for width in widths]
-        return (
-            *inputs,
-            *(torch.zeros(positions, *site.result_shape) for site in self.sites),
-        )
+        positions = tokens if self.stateful else tokens + self.prefix
+        shapes = self.state_shapes(1, self.prefix + 3)
+        shapes += [(positions, *site.result_shape) for site in self.sites]
+        ids = torch.ones(1, tokens, dtype=torch.long)
+        return (ids, *map(torch.zeros, shapes))
 
     def forward(self, ids: T, *tensors: T) -> tuple[T, ...]:
         names = self.state_names

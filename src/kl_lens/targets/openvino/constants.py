@@ -36,6 +36,7 @@ SMALL = 64  # constants up to this size may be anything the converter computed: 
 OURS = "kl_lens/"  # prefix of constants that we add: masks, ones, tables
 _CONVERTER_PREFIX = "self.model."
 Nodes = dict[str, list[Any]]  # by component
+Parts = list[npt.NDArray[Any]]  # what is stored of a weight: numbers, scales, zero points
 
 
 def map_weights(
@@ -186,15 +187,16 @@ def place_weights(
         label = str(recipe)
         if label == FP16:
             label = baseline
-            new, size, digest = _floating(nodes[0].data, component.weight, baseline)
+            new, parts = _floating(nodes[0].data, component.weight, baseline)
             if baseline == FP16 and component.quantizable:
                 weights = store.digest(name, recipe)
         else:
             quantized = moved(store.quantized(name, recipe), torch.device("cpu"))
-            new, size, digest = integer_constant(quantized, recipe.grid, component.weight)
+            new, parts = integer_constant(quantized, recipe.grid, component.weight)
             weights = quantized.digest
-        labels = name, component.weight, choice.planned, label
-        replaced[key] = ExportedTensor(*labels, size, choice.reason, digest, weights)
+        size = sum(part.nbytes for part in parts)
+        labels = name, component.weight, choice.planned, label, size, choice.reason
+        replaced[key] = ExportedTensor(*labels, bytes_digest(*parts), weights)
         placed.append(replaced[key])
         for node in nodes:
             shape = list(node.data.shape)
@@ -203,7 +205,7 @@ def place_weights(
     return placed
 
 
-def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> tuple[Any, int, str]:
+def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> tuple[Any, Parts]:
     """FP16 by numpy's rounding: OpenVINO's own compression on saving doubles some tiny values."""
     stored = np.ascontiguousarray(data, np.float16 if baseline == FP16 else np.float32)
     if not np.isfinite(stored).all():
@@ -211,12 +213,10 @@ def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> tuple[Any, in
     node = ops.constant(stored, name=name)
     if baseline == FP16:
         node = ops.convert(node, "f32", name=f"{name}/convert")
-    return node, stored.nbytes, bytes_digest(stored)
+    return node, [stored]
 
 
-def integer_constant(
-    quantized: Quantized, fmt: Format, name: str
-) -> tuple[Any, int, str]:
+def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any, Parts]:
     """NNCF's pattern: integers → FP16 (− zero point) × scale (→ back from groups) → float32. NF4 goes to float32 before
     the product. By way of FP16, as NNCF writes it, the ARM plugin rounds the levels, and the x86 plugin does so where
     rows are looked up (2026.4.1)."""
@@ -238,10 +238,10 @@ def integer_constant(
         scale = ops.convert(scale, "f32")
     value = _packed_constant(packed, element, shape, name)
     value = ops.convert(value, "f32" if wide else "f16")
-    zero_points = np.empty(0, np.uint8)
+    parts = [packed, scales]
     if isinstance(fmt, ZeroPointFormat):
-        zero_points = fmt.pack_zero_points(quantized)
-        zero = _packed_constant(zero_points, element, scales.shape, f"{name}/zero_point")
+        parts.append(fmt.pack_zero_points(quantized))
+        zero = _packed_constant(parts[-1], element, scales.shape, f"{name}/zero_point")
         zero = ops.convert(zero, "f16")
         value = ops.subtract(value, zero, name=f"{name}/zero_point/subtract")
     value = ops.multiply(value, scale, name=f"{name}/scaled")
@@ -250,8 +250,7 @@ def integer_constant(
         value = ops.reshape(value, whole, False, name=f"{name}/ungrouped")
     if not wide:
         value = ops.convert(value, "f32", name=f"{name}/convert")
-    digest = bytes_digest(packed, scales, zero_points)
-    return value, packed.nbytes + scales.nbytes + zero_points.nbytes, digest
+    return value, parts
 
 
 def _element(fmt: Format) -> Any:

@@ -284,10 +284,7 @@ def _set_shapes(
     # The CPU plugin (2026.4.1) loses states unless what is assigned to them has the axes of unknown length that the
     # variable has. So the number of sequences is left open everywhere but in the scans, which take one.
     ids.set_partial_shape(ov.PartialShape([1 if static else -1, time]))
-    shapes: list[list[int]] = [[-1, c, k - 1] for c, k in graph.convolutions.values()]
-    for heads, key, value in graph.attention.values():
-        shapes += [[-1, heads, -1, key], [-1, heads, -1, value]]
-    for parameter, shape in zip(states, shapes, strict=False):
+    for parameter, shape in zip(states, graph.state_shapes(-1, -1), strict=True):
         parameter.set_partial_shape(ov.PartialShape(shape))
     for parameter, site in zip(results, graph.sites, strict=True):
         positions = time + graph.prefix if static else -1

@@ -74,7 +74,9 @@ def loaded(
     """A session of one of our graphs. `task`: of a classifier."""
     graph = read_graph(path)
     if task is not None:
-        return ImageSession(graph, path.parent, settings, task)
+        session = ImageSession(graph, path.parent, settings)
+        session.task = task
+        return session
     _fix_sequences(graph)
     _choose_rows(graph)
     return OpenVINOSession(graph, path.parent, settings)
@@ -207,18 +209,10 @@ class OpenVINOSession(Session):
 class ImageSession(OpenVINOSession):
     """Classifies one image at a time, by the ids of `kl_lens.model.images`."""
 
-    def __init__(
-        self,
-        graph: ov.Model,
-        path: Path,
-        settings: SessionSettings,
-        task: ImageTask,
-    ) -> None:
-        super().__init__(graph, path, settings)
-        self._task = task
+    task: ImageTask
 
     def logits(self, ids: Sequence[int]) -> Logits:
-        return np.stack([self._infer([image[None]]) for image in self._task.inputs(ids)])
+        return np.stack([self._infer([image[None]]) for image in self.task.inputs(ids)])
 
     def feed(self, tokens: list[int], *, every: bool) -> Logits:
         raise TargetError(
