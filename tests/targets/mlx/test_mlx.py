@@ -178,6 +178,7 @@ def test_a_file_is_no_larger_than_its_parts_say(name: str) -> None:
     bound = target.file_bytes(model, Plan("p", {}, "test"))
     bound += sum(added) + len(layers) * target.overhead(grid)
     assert bound - 100 * len(layers) < target.file_bytes(model, plan) <= bound
+    assert target.overhead(Recipe(FP16).grid) == 0
 
 
 ROTARY = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
