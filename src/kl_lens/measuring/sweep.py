@@ -19,8 +19,9 @@ from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import Workers
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION, KERNELS, Run, role_as
-from kl_lens.run.readings import summarise
+from kl_lens.run.readings import KL, summarise
 from kl_lens.text.windows import Windows
+from kl_lens.weights.recipes import Recipe
 
 # Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.
 QUANTIZING = {"gptq": 1.5e4}
@@ -187,12 +188,15 @@ class Sweep:
         self.progress.started(total, finished)
         return reused
 
-    def kl(
-        self, candidate: Candidate, windows: int, role: str = CALIBRATION
-    ) -> float | None:
-        """The KL of a candidate on the first windows; None if it was not measured."""
-        samples = self.run.samples(self._role(role), *key_of(candidate), windows=windows)
-        return summarise(samples)["kl_teacher_to_student"].value if samples else None
+    def losses(
+        self, candidates: Sequence[Candidate], windows: int, role: str = CALIBRATION
+    ) -> dict[tuple[str, Recipe], float]:
+        """The KL of those that were measured, on the first windows."""
+        losses = {}
+        for key in map(key_of, candidates):
+            if samples := self.run.samples(self._role(role), *key, windows=windows):
+                losses[key] = summarise(samples)[KL].value
+        return losses
 
     def _role(self, text: str) -> str:
         """The role of measurements on a text, which includes the target whose activations were used."""

@@ -391,7 +391,7 @@ def measure_recipes(
             else:
                 result = sweep.measure(candidates, windows)
                 if screen:
-                    measured = measured_kl(sweep, candidates, len(windows))
+                    measured = sweep.losses(candidates, len(windows))
                     losses = screen.predicted(
                         errors, screen.first_from(errors, measured), measured
                     )
@@ -544,13 +544,6 @@ def _few(windows: int) -> int:
     return max(1, windows // PART)
 
 
-def measured_kl(
-    sweep: Sweep, candidates: Sequence[Candidate], windows: int, role: str = CALIBRATION
-) -> dict[Key, float]:
-    losses = {key_of(c): sweep.kl(c, windows, role) for c in candidates}
-    return {key: value for key, value in losses.items() if value is not None}
-
-
 def staged_search(
     sweep: Sweep,
     planner: TargetPlanner,
@@ -564,12 +557,12 @@ def staged_search(
     table = sweep.run.table()
     limits = planner.limits
     results = [sweep.measure(screen.first, few, SCREENING, noise=False)]
-    first = measured_kl(sweep, screen.first, len(few), SCREENING)
+    first = sweep.losses(screen.first, len(few), SCREENING)
     chosen: list[Candidate] = []
 
     def table_now(unsure: float = 1.0) -> SensitivityTable:
         """`unsure`: times what is only predicted, once something is measured."""
-        measured = measured_kl(sweep, chosen, len(windows))
+        measured = sweep.losses(chosen, len(windows))
         values = screen.predicted(errors, first, measured)
         rows = (
             Measurement(
@@ -612,10 +605,10 @@ def staged_search(
                 ]
             )
     whole = results[-1]
-    measured = measured_kl(sweep, chosen, len(windows))
+    measured = sweep.losses(chosen, len(windows))
     if samples_wanted := screen.samples(measured):
         results.append(sweep.measure(samples_wanted, few, SCREENING, noise=False))
-    samples = measured_kl(sweep, samples_wanted, len(few), SCREENING)
+    samples = sweep.losses(samples_wanted, len(few), SCREENING)
     whole = replace(
         whole,
         candidates=len(chosen),
@@ -656,16 +649,12 @@ def _stock(
     planner: TargetPlanner, table: SensitivityTable, loss: float, most: int
 ) -> set[Key]:
     """Stock recipes with our methods that fit and lose less, by bytes that only a written file shows."""
-    if planner.target is None:
-        return set()
-    stock = [recipe.assignment for recipe in planner.target.stock_recipes(planner.model)]
-    keys: set[Key] = set()
     problem = planning.build_problem(
         table, target=planner.target, metric=KL, keep_fused=False
     )
-    for assignment in planning.stock_with_our_methods(problem, stock):
-        total = problem.predictor.total(assignment)
-        size = planning.cost_of(table.components, assignment).bytes + planner.fixed_bytes
-        if size <= most and total is not None and total.value < loss:
-            keys |= set(assignment.items())
+    keys: set[Key] = set()
+    for plan in planner.improved_stock(problem):
+        fits = (plan.bytes or 0) + planner.fixed_bytes <= most
+        if fits and plan.predicted_kl is not None and plan.predicted_kl < loss:
+            keys |= set(parsed(plan.assignment).items())
     return keys

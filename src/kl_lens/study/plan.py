@@ -28,7 +28,7 @@ from kl_lens.run.records import (
 from kl_lens.run.subjects import plan_digest
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
-from kl_lens.study.planner import TargetPlanner, nats_allowed
+from kl_lens.study.planner import OUR_STOCK, TargetPlanner, nats_allowed
 from kl_lens.study.session import Session
 from kl_lens.study.settings import (
     HeldOut,
@@ -46,7 +46,6 @@ from kl_lens.weights.formats.scales import scales_of
 from kl_lens.weights.quantizers import TUNED
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
-OUR_STOCK = "a stock recipe with our methods"
 ALL = "all"
 USUAL = "usual"  # values of --rivals
 BUDGETS = ("max_bpw", "max_kl", "min_speed")
@@ -440,18 +439,10 @@ def plan_within(
         and limits.max_bytes is not None
         and budgets in (Budgets(), Budgets(minimise="kl"))
     ):
-        stock = [recipe.assignment for recipe in target.stock_recipes(planner.model)]
         problem = _problem(
             planner, table, choosing, metric=choosing.metric or KL, keep_fused=False
         )
-        rivals = [
-            planner.corrected(
-                planning.finished_plan(
-                    table, "stock", assignment, OUR_STOCK, predictor=problem.predictor
-                )
-            )
-            for assignment in planning.stock_with_our_methods(problem, stock)
-        ]
+        rivals = [planner.corrected(plan) for plan in planner.improved_stock(problem)]
     plan = planner.fitted(make, max_bytes, rivals)
     solution = next(
         (

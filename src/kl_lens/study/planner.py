@@ -32,6 +32,7 @@ from kl_lens.study.settings import HeldOut, Limits
 from kl_lens.targets import computed_as, get_target
 from kl_lens.weights.recipes import FP16, Recipe, parsed
 
+OUR_STOCK = "a stock recipe with our methods"
 ROUNDS = 4  # of correcting a plan for the size of its file
 
 
@@ -332,6 +333,19 @@ class TargetPlanner:
         if plan.predicted_kl is None or plan.interaction != 1.0:
             return plan
         return replace(plan, predicted_kl=factor * plan.predicted_kl, interaction=factor)
+
+    def improved_stock(self, problem: planning.Problem) -> list[Plan]:
+        """The target's stock recipes with our methods. `problem`: without groups."""
+        if self.target is None:
+            return []
+        stock = [recipe.assignment for recipe in self.target.stock_recipes(self.model)]
+        predictor = problem.predictor
+        return [
+            planning.finished_plan(
+                problem.table, "stock", assignment, OUR_STOCK, predictor=predictor
+            )
+            for assignment in planning.stock_with_our_methods(problem, stock)
+        ]
 
     def rivals(
         self, table: SensitivityTable, ours: Plan | None, *, everything: bool
