@@ -175,19 +175,19 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
         if (
             settings.run is None and settings.artifact
         ):  # files are scored without a run folder
-            kept = None
+            stored = None
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
             run = stack.enter_context(Run.create(Path(scratch)))
             if settings.model is not None:
                 model = session.model(settings.model, settings.opening)
         else:
-            kept = run = stack.enter_context(
+            stored = run = stack.enter_context(
                 Run.open(Path(settings.run or of.DEFAULT_RUN))
             )
             run.note_command(["kl-lens", *of.command_of(settings)])
             model = session.model_of(run, settings.model, settings.opening)
         if settings.artifact or model is None:
-            selection = judging.given_subjects(settings.artifact, runtime, model, kept)
+            selection = judging.given_subjects(settings.artifact, runtime, model, stored)
         else:
             plans = stored_plans(run.folder / "plans", run.components)
             selection = judging.run_subjects(
@@ -208,7 +208,7 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
             selection,
             task,
             model,
-            kept=kept is not None,
+            stored=stored is not None,
             again=settings.again,
         )
         for name, kinds in _asked(settings, model is not None).items():
@@ -280,38 +280,47 @@ class Judge:
         self,
         run: Run,
         session: Session,
-        found: judging.Selection,
+        selection: judging.Selection,
         task: Task,
         model: LoadedModel | None,
         *,
-        kept: bool = True,
+        stored: bool = True,
         again: bool = False,
         others: Collection[str] = (),
         deciding: Callable[[], Collection[str]] = tuple,
         **evaluator: Any,
     ) -> None:
-        """`kept`: the run is the user's own; `again`: what it holds is measured again; `others`, `deciding`: files by
+        """`stored`: the run is the user's own; `again`: what it holds is measured again; `others`, `deciding`: files by
         their keys, as in `Evaluator.judge_text`; `evaluator`: more arguments of `Evaluator`."""
         self._run = run
         self._session = session
         self._task = task
         self._model = model
-        self._kept = kept
+        self._stored = stored
         files = [
-            file for file in found.subjects if isinstance(file, judging.JudgedArtifact)
+            file
+            for file in selection.subjects
+            if isinstance(file, judging.JudgedArtifact)
         ]
         self._others = [file for file in files if file.subject.key in others]
         self._subjects = [
-            subject for subject in found.subjects if subject not in self._others
+            subject for subject in selection.subjects if subject not in self._others
         ]
         self._deciding = deciding
         self._how = evaluator
         self._journal = judging.ScoreJournal(run, again=again)
         self._original = None if model is None else judging.JudgedModel(model)
-        self.result = EvaluateResult(notes=[*found.notes], failures={**found.failures})
+        self.result = EvaluateResult(
+            notes=[*selection.notes], failures={**selection.failures}
+        )
 
     def text(
-        self, name: str, kinds: Collection[str], *, window: int | None, **how: int | None
+        self,
+        name: str,
+        kinds: Collection[str],
+        *,
+        window: int | None,
+        **extent: int | None,
     ) -> None:
         """Measures these kinds on a text; without any, only whether files agree with PyTorch. `how`: stride, limit."""
         if POSITIONS in kinds:
@@ -322,7 +331,7 @@ class Judge:
             window = window or (
                 LONGEST if self._model is None else longest_window(self._model.config)
             )
-        text = judging.prepare(name, self._task, window=window, **how)
+        text = judging.prepare(name, self._task, window=window, **extent)
         self._session.say_note(text.windows)
         self._session.refuse_overlap(self._run, text.windows, self._task)
         with self._going_on(), self._session.events.progress(text.label) as progress:
@@ -348,7 +357,7 @@ class Judge:
             self.result.duel[:] = entrants(self._journal, self._subjects, text)
 
     def _going_on(self) -> AbstractContextManager[None]:
-        return going_on(self._run.folder if self._kept else None)
+        return going_on(self._run.folder if self._stored else None)
 
     def tasks(self, tasks: Tasks, window: int | None) -> None:
         if tasks.tasks is None:

@@ -107,9 +107,9 @@ def going_on(folder: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = (
+        remainder = (
             f"; {folder} keeps what was done. Run the same command to continue."
             if folder
             else ""
         )
-        raise Stopped(f"stopped{kept}") from None
+        raise Stopped(f"stopped{remainder}") from None

@@ -236,11 +236,11 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
             table = run.table(target=settings.target, predicted=settings.frontier)
         if settings.frontier:
             _require_storable(planner, table, settings.choosing)
-            how = {
+            options = {
                 "metric": settings.choosing.metric or KL,
                 "fixed_bytes": planner.fixed_bytes,
             }
-            problem = _problem(planner, table, settings.choosing, **how)
+            problem = _problem(planner, table, settings.choosing, **options)
             frontier = planning.frontier(problem)
             return PlanResult(table, frontier=frontier, interaction=problem.interaction)
         run.note_command(["kl-lens", *of.command_of(settings)])
@@ -494,7 +494,7 @@ def _held(planner: TargetPlanner, plan: Plan) -> str:
 
 
 def _problem(
-    planner: TargetPlanner, table: SensitivityTable, choosing: Choosing, **how: Any
+    planner: TargetPlanner, table: SensitivityTable, choosing: Choosing, **options: Any
 ) -> planning.Problem:
     target = planner.target
     recipes = choosing.formats or None
@@ -505,7 +505,7 @@ def _problem(
         target=target,
         recipes=recipes,
         no_head=choosing.no_head,
-        **{"interaction": interaction} | how,
+        **{"interaction": interaction} | options,
     )
 
 

@@ -98,7 +98,7 @@ def _write(
     from kl_lens.reporting.card import CHART, card, chart, front_matter, score_of
     from kl_lens.reporting.data import collect
 
-    place, artifact = locate(run.artifact_folder(f"{settings.target}/{name}"))
+    path, artifact = locate(run.artifact_folder(f"{settings.target}/{name}"))
     view = collect(run)
     plan = view.plan(name)
     if plan is None or artifact is None:
@@ -135,7 +135,7 @@ def _write(
     require_own_folder(folder)
     with replacing(folder) as new:
         for file in (*artifact.files, RECORD_FILE):
-            _link(place / file, new / file)
+            _link(path / file, new / file)
         shutil.copyfile(planning.plan_path(run.folder / "plans", name), new / "plan.json")
         rows = run.table(target=settings.target).rows()
         parquet.write_table(
@@ -169,12 +169,12 @@ def _original_card(source: str) -> dict[str, Any]:
     return {name: metadata[name] for name in _INHERITED if metadata.get(name)}
 
 
-def _link(source: Path, place: Path) -> None:
+def _link(source: Path, path: Path) -> None:
     """Weights need no second place on the disk."""
     try:
-        os.link(source.resolve(), place)
+        os.link(source.resolve(), path)
     except OSError:  # another disk
-        shutil.copyfile(source, place)
+        shutil.copyfile(source, path)
 
 
 def _upload(settings: PublishSettings, folder: Path, card: Any, events: Events) -> str:
