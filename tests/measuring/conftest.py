@@ -24,7 +24,6 @@ def some_windows(count: int, length: int, seed: int = 1) -> Windows:
         ids=ids,
         source="random",
         split=None,
-        order="drawn",
         seed=seed,
         stride=None,
         starts=tuple(length * index for index in range(count)),

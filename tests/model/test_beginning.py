@@ -73,11 +73,11 @@ def test_two_windows_decide_once_where_the_tokenizer_is_silent(
     windows = model.task.drawn(TEXT, windows=2, length=32)
     assert model.task.identity == {"bos": choice}
     assert windows.bos == (silent.bos_token_id if choice == "yes" else None)
-    said = [
+    lines = [
         "tiny: every window begins with BOS (a): on two windows of made-up it takes perplexity from 10.0 to 7.9; "
         "--bos no leaves it out"
     ]
-    assert heard == (said if choice == "yes" else [])
+    assert heard == (lines if choice == "yes" else [])
     monkeypatch.setattr(beginning, "_perplexities", None)  # not measured again
     model.task.drawn(TEXT, windows=2, length=32)
 
@@ -105,7 +105,7 @@ def tiny(vocabulary: int = VOCABULARY, **changes: Any) -> torch.nn.Module:
 
 def test_both_perplexities_are_of_the_same_tokens(silent: Any) -> None:
     model = LoadedModel("tiny", Path(), tiny(), silent)
-    found = beginning._perplexities(model, silent, TEXT)
+    perplexities = beginning._perplexities(model, silent, TEXT)
     expected = []
     rows = beginning.evaluation_windows(TEXT, silent, 256, limit=2).ids
     for first in (None, silent.bos_token_id):
@@ -116,7 +116,7 @@ def test_both_perplexities_are_of_the_same_tokens(silent: Any) -> None:
             logits = model.model(ids).logits[:, 1:-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, ids[:, 2:].flatten())
         expected.append(loss.exp().item())
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert perplexities == pytest.approx(expected, rel=1e-4)
 
 
 def test_windows_longer_than_the_model_reads_are_refused_and_defaults_shortened(

@@ -11,7 +11,7 @@ from PIL import Image
 
 from kl_lens.base.errors import CheckpointError, TextError
 from kl_lens.model import ImageTask
-from kl_lens.model.images import SPLITS, add_picture, open_images
+from kl_lens.model.images import SPLITS, Entry, ImageSource, add_picture, open_images
 from kl_lens.text.windows import refuse_overlap
 from tests.classifiers import PROCESSOR, image_folder as image_folder_of
 
@@ -92,22 +92,15 @@ def test_settings_that_say_nothing_are_refused_and_written_ones_read_again(
         _task(tmp_path, None, {"image_size": "large"})
     TASK.processor.save_pretrained(tmp_path)
     assert ImageTask.of(tmp_path, {"num_classes": 5}).key == TASK.key
-
-
-@pytest.mark.parametrize(
-    ("config", "classes", "names"),
-    [
+    names = {"0": "cat", "1": "dog"}
+    for config, classes, labels in (
         ({}, 1000, {}),
         ({"num_labels": 7}, 7, {}),
         ({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "num_classes": 3}, 2, {}),
-        ({"id2label": {"0": "cat", "1": "dog"}}, 2, {"cat": 0, "dog": 1}),
-    ],
-)
-def test_classes_are_those_of_the_configuration(
-    config: dict, classes: int, names: dict, tmp_path: Path
-) -> None:
-    task = _task(tmp_path, SIZE | GREY, config)
-    assert (task.classes, task.label_names) == (classes, names)
+        ({"id2label": names}, 2, {"cat": 0, "dog": 1}),
+    ):
+        task = ImageTask.of(tmp_path, config)
+        assert (task.classes, task.label_names) == (classes, labels)
 
 
 def test_a_damaged_file_is_one_line_with_its_name(tmp_path: Path) -> None:
@@ -121,12 +114,12 @@ def test_a_damaged_file_is_one_line_with_its_name(tmp_path: Path) -> None:
 
 def test_an_id_is_the_image_and_its_label() -> None:
     pixels = np.arange(64, dtype=np.uint8).reshape(1, 8, 8)
-    first, again, other = (add_picture(pixels.copy(), label) for label in (1, 1, 2))
-    assert first == again != other
-    ids = torch.tensor([[first, other]])
+    first, copy, second = (add_picture(pixels.copy(), label) for label in (1, 1, 2))
+    assert first == copy != second
+    ids = torch.tensor([[first, second]])
     assert TASK.targets(ids).tolist() == [[1, 2]]
     expected = (pixels / 255 - 0.3) / 0.4
-    np.testing.assert_allclose(TASK.inputs([first, other]), [expected] * 2, rtol=1e-5)
+    np.testing.assert_allclose(TASK.inputs([first, second]), [expected] * 2, rtol=1e-5)
     with pytest.raises(TextError, match="no image with the id 5"):
         TASK.targets(torch.tensor([5]))
 
@@ -181,36 +174,34 @@ def test_a_flat_folder_has_labels_in_a_file_or_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "folders", "numbers"),
+    ("names", "labels", "numbers"),
     [
-        ({"a": 3, "b": 1, "c": 0}, ("a", "b"), {"a": 3, "b": 1}),
-        ({}, ("1", "3"), {"1": 1, "3": 3}),
-        ({}, tuple("vwxyz"), {"v": 0, "w": 1, "z": 4}),
-        ({}, ("0", "5"), None),
-        ({}, ("a", "b"), None),
+        ({"a": 3, "b": 1, "c": 0}, "ab", [3, 1]),
+        ({}, "13", [1, 3]),
+        ({}, "vwxyz", [0, 1, 2, 3, 4]),
+        ({}, "05", None),
+        ({}, "ab", None),
     ],
 )
 def test_a_label_is_the_models_name_a_number_or_a_place_among_all(
-    names: dict, folders: tuple[str, ...], numbers: dict | None, tmp_path: Path
+    names: dict, labels: str, numbers: list[int] | None
 ) -> None:
-    for name in folders:
-        (tmp_path / "train" / name).mkdir(parents=True)
-        (tmp_path / "train" / name / "image.png").touch()
-    source = open_images(str(tmp_path), "train")
+    entries = tuple(Entry("", Path(), label) for label in (*labels, None))
+    source = ImageSource("made-up", "train", entries)
     if numbers is None:
         with pytest.raises(TextError, match=r"2 classes .* but the model has 5"):
             source.classes(names, 5)
     else:
         classes = source.classes(names, 5)
-        assert {label: classes[label] for label in numbers} == numbers
+        assert [classes[label] for label in labels] == numbers
 
 
 def test_more_windows_extend_fewer_and_another_seed_gives_others() -> None:
-    few, many = (DIGITS.drawn("digits", windows=count, length=8) for count in (2, 5))
-    assert few.fingerprint == many.first(2).fingerprint
-    assert few.label == "digits:train"
-    other = DIGITS.drawn("digits", windows=2, length=8, seed=1)
-    assert not np.array_equal(other.ids, few.ids)
+    two, five = (DIGITS.drawn("digits", windows=count, length=8) for count in (2, 5))
+    assert two.fingerprint == five.first(2).fingerprint
+    assert two.label == "digits:train"
+    reseeded = DIGITS.drawn("digits", windows=2, length=8, seed=1)
+    assert not np.array_equal(reseeded.ids, two.ids)
     with pytest.raises(TextError, match="ask for at most 68 windows"):
         DIGITS.drawn("digits", windows=69, length=16)
 
@@ -226,9 +217,9 @@ def test_calibration_and_evaluation_share_no_image(tmp_path: Path) -> None:
 def test_what_a_verb_calls_text_means_the_models_own_images() -> None:
     with pytest.raises(TextError, match="--images FOLDER"):
         TASK.drawn("wikitext2:train", windows=1, length=4)
-    own = ImageTask(PROCESSOR, 10, images="digits")
-    assert own.from_start("wikitext2:valid", length=4, limit=1).label == "digits:valid"
-    assert own.from_start("wikitext2", length=4, limit=3).ids.shape == (3, 4)
+    task = ImageTask(PROCESSOR, 10, images="digits")
+    assert task.from_start("wikitext2:valid", length=4, limit=1).label == "digits:valid"
+    assert task.from_start("wikitext2", length=4, limit=3).ids.shape == (3, 4)
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,6 @@ class ImageTask:
             ids=torch.tensor(ids).reshape(-1, length),
             source=source.name,
             split=source.split,
-            order="sequential" if seed is None else "drawn",
             seed=seed,
             stride=length if seed is None else None,
             starts=starts,

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -217,7 +217,6 @@ class Windows:
     ids: torch.Tensor  # int64 [windows, length]
     source: str
     split: str | None
-    order: Literal["drawn", "sequential"]
     seed: int | None  # None for sequential windows
     stride: int | None  # None for drawn windows
     starts: tuple[int, ...]  # where in the token stream each window begins
@@ -228,6 +227,10 @@ class Windows:
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
+
+    @property
+    def order(self) -> str:
+        return "drawn" if self.stride is None else "sequential"
 
     @property
     def length(self) -> int:
@@ -356,9 +359,7 @@ def draw_windows(
             f"the text has {available:,}: ask for at most {available // length} windows, or give more text"
         )
     starts = random_starts(available, windows, length, seed)
-    bos = beginning_of(tokenizer)
-    protocol: dict[str, Any] = {"order": "drawn", "seed": seed, "stride": None}
-    return _cut(source, stream, starts, length, bos, **protocol)
+    return _cut(source, stream, starts, length, tokenizer, seed=seed)
 
 
 def evaluation_windows(
@@ -381,9 +382,7 @@ def evaluation_windows(
             f"{source.label}: stride {stride} is longer than the window of {length}: tokens would be skipped"
         )
     starts = list(range(0, len(stream.ids) - length + 1, stride))[:limit]
-    bos = beginning_of(tokenizer)
-    protocol: dict[str, Any] = {"order": "sequential", "seed": None, "stride": stride}
-    return _cut(source, stream, starts, length, bos, **protocol)
+    return _cut(source, stream, starts, length, tokenizer, stride=stride)
 
 
 def _stream(
@@ -443,12 +442,12 @@ def _cut(
     stream: TokenStream,
     starts: list[int],
     length: int,
-    bos: int | None,
+    tokenizer: Any,
     *,
-    order: Literal["drawn", "sequential"],
-    seed: int | None,
-    stride: int | None,
+    seed: int | None = None,
+    stride: int | None = None,
 ) -> Windows:
+    bos = beginning_of(tokenizer)
     ids = np.stack([stream.ids[start : start + length] for start in starts])
     if bos is not None:
         ids[:, 0] = bos
@@ -463,7 +462,6 @@ def _cut(
         ids=torch.from_numpy(ids),
         source=source.name,
         split=source.split,
-        order=order,
         seed=seed,
         stride=stride,
         starts=tuple(starts),
