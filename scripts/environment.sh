@@ -53,3 +53,6 @@ ensure_environment() {
 
 KL_LENS_RUN_EXTRAS=openvino,gguf
 KL_LENS_TEST_EXTRAS=openvino-gguf-mlx-compressed-eval-dev
+# Those that ask most of a system: locks, files that are replaced, processes, every verb.
+KL_LENS_SYSTEM_TESTS="tests/base tests/run tests/planning/test_files.py tests/targets/test_toy_target.py
+  tests/cli/test_outputs.py tests/cli/test_failures.py tests/cli/test_export.py tests/cli/test_report.py"

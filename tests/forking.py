@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 # What Python does to files, seen before it happens; what SQLite and other C code do has no events.
 EVENTS = (
     "open",
@@ -44,6 +46,8 @@ class Forks:
     """`with Forks("kl_lens.cli.main") as forks: forks.call("kl_lens.cli.main:main", [["inspect", "x"]])`."""
 
     def __init__(self, *modules: str) -> None:
+        if not hasattr(os, "fork") or sys.platform == "darwin":
+            pytest.skip("needs processes that fork safely, as on Linux")
         command = [sys.executable, "-m", __name__, *modules]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,8 +1,6 @@
 """Writers of files and folders, real processes, killed with SIGKILL before each thing that they do to a file; and the
 shipped files, found in a checkout and in an installed wheel."""
 
-import fcntl
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from kl_lens.base.files import (
     whole,
     write_text,
 )
+from kl_lens.base.system import locked_folder
 
 FILES = ("graph.xml", "graph.bin", RECORD_FILE)
 
@@ -121,14 +120,12 @@ def test_a_failed_export_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_one_process_writes_to_a_folder_at_a_time(tmp_path: Path) -> None:
-    handle = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
     with (
+        locked_folder(tmp_path, wait=False),
         pytest.raises(KLLensError, match="another process is writing"),
         replacing(tmp_path),
     ):
         pass
-    os.close(handle)
     with replacing(tmp_path) as draft:
         (draft / "x").write_text("1")
     assert contents(tmp_path) == {"x": "1"}

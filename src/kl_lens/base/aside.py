@@ -79,7 +79,7 @@ def _become(
     """It shows nothing and ends with the process that started it."""
     os.environ |= environment
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(os.devnull, "w") as nothing:
+    with open(os.devnull, "wb") as nothing:
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)
 
