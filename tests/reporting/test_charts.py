@@ -39,12 +39,12 @@ def test_hostile_words_stay_words_in_a_chart() -> None:
     assert "<script" not in drawn
     assert "<b>" not in drawn
     assert "alert(1)" in drawn
-    assert "<script" not in grid_map([Cell(words, 0, "h3", words)], 2).svg()
+    assert "<script" not in grid_map([Cell(words, 0, "h3", words)]).svg()
 
 
 def test_numbers_in_words_are_whole_and_only_coordinates_are_shortened() -> None:
     cells = [Cell("in_proj", 0, "h3", "in_proj, KL about 0.01534, predicted", True)]
-    drawn = grid_map(cells, 7).svg()
+    drawn = grid_map(cells).svg()
     assert "KL about 0.01534, predicted" in drawn
     assert not re.search(r' d="[^"]*\d\.\d\d+[,)]', drawn)
 

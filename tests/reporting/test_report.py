@@ -20,7 +20,7 @@ from kl_lens.reporting.data import collect
 from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable, ReportFile
 from kl_lens.reporting.sections.explorer import Explorer
 from kl_lens.run.folder import Run
-from kl_lens.run.records import ARTIFACT, Quartiles, Subject
+from kl_lens.run.records import ARTIFACT, Estimate, Quartiles, Subject
 from kl_lens.study.benchmark import BenchmarkResult
 from kl_lens.targets import get_target
 from tests.reporting.document import Element, read
@@ -420,3 +420,23 @@ def test_numbers_of_different_texts_are_never_beside_each_other_and_every_text_i
     for expected in ("calibration", "judging plans", "valid", "judging files", "books"):
         assert expected in texts
     assert "Exported, not evaluated yet" not in section(page, "files").words
+
+
+def test_a_file_from_elsewhere_stands_on_the_chart_with_its_size_and_its_text(
+    tmp_path: Path,
+) -> None:
+    folder = add_target(make_run(tmp_path / "run", stages=("plan", "evaluate")))
+    path = tmp_path / "someones"
+    path.mkdir()
+    for name, size in (("openvino_model.xml", 1000), ("openvino_model.bin", 79_000)):
+        (path / name).write_bytes(bytes(size))
+    with Run.open(folder) as run:
+        file = Subject(ARTIFACT, None, "openvino", {"path": str(path)})
+        text = {"dataset": "books", "split": "test", "window": 64, "fingerprint": "a"}
+        kl = Estimate(0.022, 0.001)
+        store_score(run, file, "divergence", text, 128, kl_mean=kl)
+        page = write_report(run).read_text(encoding="utf-8")
+    sizes = section(page, "sizes")
+    assert "someones\n80.00 kB\nKL 0.022 ± 0.001 nats per token, measured" in marks(sizes)
+    assert "files from elsewhere" in sizes.words
+    assert "files, on books:test" in sizes.words

@@ -157,8 +157,8 @@ class Axis:
         )
         return length * (at - low) / (high - low)
 
-    def level(self, value: float, levels: int) -> int:
-        """Which of so many equal steps a value is in."""
+    def level(self, value: float) -> int:
+        """Which of the ramp's equal steps a value is in."""
         share = (
             1.0
             if math.isinf(value)
@@ -166,7 +166,7 @@ class Axis:
             if value > 0 or not self.log
             else 0.0
         )
-        return min(levels - 1, max(0, int(levels * share)))
+        return min(len(RAMP) - 1, max(0, int(len(RAMP) * share)))
 
     def encoding(self, field: str) -> dict[str, Any]:
         scale: dict[str, Any] = {
@@ -432,8 +432,9 @@ class Cell:
     hatched: bool = False
 
 
-def grid_map(cells: Sequence[Cell], blocks: int) -> Chart:
+def grid_map(cells: Sequence[Cell]) -> Chart:
     """Rows of components, blocks across; those outside of blocks over the whole width."""
+    blocks = 1 + max((c.block for c in cells if c.block is not None), default=0)
     rows = list(
         dict.fromkeys(c.row for c in sorted(cells, key=lambda c: c.block is None))
     )

@@ -234,7 +234,7 @@ class RunView:
         if subject.what == ORIGINAL:
             return self.fp16_bytes or None
         if subject.own_plan is None:
-            return None
+            return _bytes_outside(subject)
         # PyTorch with the weights that a file holds is as large as that file.
         stored = f"{subject.target}/{subject.plan}"
         if stored in self.artifacts:
@@ -313,6 +313,14 @@ class RunView:
             if is_same_text and result.subject.key == subject.key:
                 values |= result.values
         return values
+
+
+def _bytes_outside(subject: Subject) -> int | None:
+    """Of a file from elsewhere, if it is still there."""
+    path = Path(subject.settings.get("path", ""))
+    if subject.target is None or not path.is_absolute() or not path.exists():
+        return None
+    return get_target(subject.target).loaded_bytes(path)
 
 
 def runtime_of(subject: Subject) -> str:

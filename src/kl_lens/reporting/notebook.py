@@ -7,7 +7,6 @@ from pathlib import Path
 
 from kl_lens.planning import FrontierPoint
 from kl_lens.reporting.charts import (
-    RAMP,
     Cell,
     Chart,
     Line,
@@ -70,16 +69,13 @@ class PlottedTable(SensitivityTable):
             Cell(
                 rows[c.name],
                 block,
-                f"h{scale.level(kls[c.name].value, len(RAMP))}",
+                f"h{scale.level(kls[c.name].value)}",
                 f"{c.name}\n{recipe}: KL {with_error(kls[c.name])}",
             )
             for c in shown
             for block in c.blocks or (c.block,)
         ]
-        return grid_map(
-            cells,
-            1 + max((cell.block for cell in cells if cell.block is not None), default=0),
-        )
+        return grid_map(cells)
 
     def _repr_svg_(self) -> str:
         return self.plot()._repr_svg_()

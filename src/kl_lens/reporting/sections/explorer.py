@@ -36,9 +36,10 @@ from kl_lens.reporting.names import (
     size,
     with_error,
 )
-from kl_lens.run.records import PREDICTED, Component, Measurement, Plan
+from kl_lens.run.records import PREDICTED, Component, Estimate, Measurement, Plan, Score
 from kl_lens.weights.recipes import FP16, Recipe
 
+_ELSEWHERE = "files from elsewhere"
 _NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
 
 
@@ -119,49 +120,63 @@ class Explorer:
     # -- the frontier -------------------------------------------------------------------------------------------------
 
     @cached_property
+    def others(self) -> list[tuple[Score, int]]:
+        """Files from elsewhere that were evaluated in this run, with their sizes."""
+        return [
+            (score, size_)
+            for score in self.view.scores
+            if "path" in score.subject.settings
+            and score.subject.target == self.space.target
+            and "kl_mean" in score.values
+            and (size_ := self.view.subject_bytes(score.subject))
+        ]
+
+    @cached_property
     def _axes(self) -> tuple[charts.Axis, charts.Axis, float]:
         divisor, unit = charts.unit_of(self.positions[-1].bytes)
-        kls = [v for p in [*self.files, *self.positions] if (v := p.kl) > _NOTHING]
-        x = charts.axis(
-            f"size, {unit}", [p.bytes / divisor for p in self.positions], log=False
+        sizes = [p.bytes for p in self.positions] + [size_ for _, size_ in self.others]
+        kls = [p.kl for p in (*self.files, *self.positions)]
+        kls += [score.values["kl_mean"].value for score, _ in self.others]
+        seen = [kl for kl in kls if kl > _NOTHING]
+        x = charts.axis(f"size, {unit}", [size_ / divisor for size_ in sizes], log=False)
+        y = charts.axis(
+            f"KL from the original, {self.view.nats}", seen or [0.1], log=True
         )
-        return (
-            x,
-            charts.axis(
-                f"KL from the original, {self.view.nats}", kls or [0.1], log=True
-            ),
-            divisor,
-        )
+        return x, y, divisor
 
     def chart(self, name: str | None = None) -> charts.Chart:
         """`name`: of the plan to show as `this file`; else recommended plans have a star."""
         x, y, divisor = self._axes
         stars = {name} if name else recommended_names(self.view)
         dots = []
-        for p in sorted(
-            self.files, key=lambda p: p.file is not None and p.file.name not in stars
-        ):
+        for p in self.files:
             assert p.file is not None
-            if p.kl > _NOTHING:
-                star = p.file.name in stars
-                error = p.measured.standard_error if p.measured else 0.0
-                error = error if math.isfinite(error) else 0.0
-                label = "this file" if name and star else short_title(p.file)
-                words = f"{plan_title(p.file.name)}\n{size(p.bytes)}\n"
-                words += f"KL {with_error(p.measured)} {self.view.nats}, measured"
-                series = charts.RECOMMENDED if star else FAMILIES[p.file.family]
-                dots.append(
-                    charts.Dot(
-                        p.bytes / divisor,
-                        p.kl,
-                        words,
-                        series,
-                        p.kl - error,
-                        p.kl + error,
-                        label,
-                    )
-                )
-        return charts.scatter(x, y, dots, self._lines(divisor, y.low))
+            assert p.measured is not None
+            star = p.file.name in stars
+            label = "this file" if name and star else short_title(p.file)
+            series = charts.RECOMMENDED if star else FAMILIES[p.file.family]
+            dots.append((p.bytes, p.measured, plan_title(p.file.name), series, label))
+        dots.sort(key=lambda dot: dot[3] != charts.RECOMMENDED)
+        for score, size_ in self.others:
+            title = PurePath(score.subject.settings["path"]).name
+            dots.append((size_, score.values["kl_mean"], title, _ELSEWHERE, title))
+        shown = [self._dot(divisor, *dot) for dot in dots if dot[1].value > _NOTHING]
+        return charts.scatter(x, y, shown, self._lines(divisor, y.low))
+
+    def _dot(
+        self,
+        divisor: float,
+        bytes_: int,
+        kl: Estimate,
+        title: str,
+        series: str,
+        label: str,
+    ) -> charts.Dot:
+        error = kl.standard_error if math.isfinite(kl.standard_error) else 0.0
+        words = f"{title}\n{size(bytes_)}\nKL {with_error(kl)} {self.view.nats}, measured"
+        low = kl.value - error
+        high = kl.value + error
+        return charts.Dot(bytes_ / divisor, kl.value, words, series, low, high, label)
 
     def _lines(self, divisor: float, lowest: float) -> list[charts.Line]:
         """Dashed where a plan has predicted parts."""
@@ -223,9 +238,6 @@ class Explorer:
             "", [m.metrics[KL].value for m in self.known.values()], log=True
         )
 
-    def level(self, kl: float) -> int:
-        return self._levels.level(kl, len(charts.RAMP))
-
     @cached_property
     def cells(self) -> list[tuple[int, str, int | None]]:
         """Component, row and block of each cell."""
@@ -247,7 +259,7 @@ class Explorer:
         for i, row, block in self.cells:
             m = self.known.get((self.components[i].name, self.usual))
             words = f"{self.components[i].name}\n{self.usual}: {self.told(m) if m else 'no number'}"
-            level = "grid" if m is None else f"h{self.level(m.metrics[KL].value)}"
+            level = "grid" if m is None else f"h{self._levels.level(m.metrics[KL].value)}"
             shown.append(
                 charts.Cell(
                     row,
@@ -257,9 +269,7 @@ class Explorer:
                     m is not None and m.compute_dtype == PREDICTED,
                 )
             )
-        return charts.grid_map(
-            shown, 1 + max((b for _, _, b in self.cells if b is not None), default=0)
-        )
+        return charts.grid_map(shown)
 
     def told(self, m: Measurement) -> str:
         kl = m.metrics[KL]
@@ -330,6 +340,7 @@ class Explorer:
             for p in self.files
             if p.file
         )
+        texts |= dict.fromkeys(f"files, on {score.what}" for score, _ in self.others)
         dashed = (
             ", dashed where parts of a plan were predicted, not measured"
             if self._any_predicted
@@ -436,7 +447,7 @@ class Explorer:
         if m is None:
             return []
         return [
-            self.level(m.metrics[KL].value),
+            self._levels.level(m.metrics[KL].value),
             self.told(m),
             int(m.compute_dtype == PREDICTED),
         ]

@@ -36,9 +36,9 @@ def _map(view: RunView) -> charts.Chart:
     shown = []
     for c, m, curve in view.states:
         words = f"{c.name}\n{m.format}: KL {with_error(m.metrics[KL])}\n{curve.trend} along the text"
-        level = f"h{levels.level(m.metrics[KL].value, len(charts.RAMP))}"
+        level = f"h{levels.level(m.metrics[KL].value)}"
         shown.append(charts.Cell(f"{c.kind} {m.format}", c.block, level, words))
-    return charts.grid_map(shown, 1 + max(c.block or 0 for c, _, _ in view.states))
+    return charts.grid_map(shown)
 
 
 def _curves(view: RunView, kind: str) -> dict[str, PositionCurve]:
