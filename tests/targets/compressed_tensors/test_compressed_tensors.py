@@ -205,6 +205,16 @@ def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
     assert "one format for q_proj, k_proj, v_proj" in str(key.reason)
 
 
+def test_a_packed_matrix_without_a_scheme(tmp_path: Path) -> None:
+    export(_model("mamba2"), Plan("p", {"lm_head": "int8"}, "test"), NAME, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"] = {}
+    path.write_text(json.dumps(config))
+    with pytest.raises(TargetError, match=r"config.json has no scheme for .*lm_head"):
+        get_target(NAME).dissect(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("target", "name", "shape", "accepted"),
     [
