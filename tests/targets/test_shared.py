@@ -27,6 +27,7 @@ from kl_lens.targets.exporting import (
     file_size,
     floating,
     write_file,
+    write_settings,
 )
 from kl_lens.targets.session import ALL_LAYERS, SessionSettings, checked_tokens
 from kl_lens.targets.tokenizer import other_ids, varied_strings
@@ -55,6 +56,12 @@ def test_a_file_of_tensors_is_aligned_and_its_size_known(tmp_path: Path) -> None
         write_file(path, [floating("n", "norm", (3,), lambda: values, half=True)], "pt")
     infinite = floating("m", "mask", (1,), lambda: torch.tensor([-torch.inf]), half=True)
     write_file(path, [infinite], "pt")
+
+
+def test_settings_are_written_alike_every_time(tmp_path: Path) -> None:
+    write_settings(tmp_path, {"b": 1, "a": {"c": "é"}})
+    expected = '{\n  "a": {\n    "c": "\\u00e9"\n  },\n  "b": 1\n}\n'
+    assert (tmp_path / "config.json").read_text() == expected
 
 
 @pytest.mark.parametrize(
