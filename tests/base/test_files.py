@@ -18,7 +18,7 @@ from kl_lens.base.files import (
     whole,
     write_text,
 )
-from kl_lens.base.system import locked_folder
+from kl_lens.base.system import WINDOWS, locked_folder
 
 FILES = ("graph.xml", "graph.bin", RECORD_FILE)
 
@@ -143,6 +143,16 @@ def test_a_file_being_written_is_not_removed(tmp_path: Path) -> None:
         write_text(tmp_path / "fast.json", "{}")
     assert contents(tmp_path) == {"slow.gguf": "replaced", "fast.json": "{}"}
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
+@pytest.mark.skipif(not WINDOWS, reason="elsewhere open files can be replaced")
+def test_on_windows_the_file_that_is_open_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_text(path, "old")
+    with path.open(), pytest.raises(PermissionError) as refusal:
+        write_text(path, "new")
+    assert refusal.value.filename == str(path)
+    assert contents(tmp_path) == {"plan.json": "old"}
 
 
 def test_checkout_and_wheel_layouts(tmp_path: Path) -> None:

@@ -97,14 +97,19 @@ def remove_locked(path: Path, handle: int) -> None:
 
 
 def replace(source: Path, destination: Path) -> None:
-    """Renames a file or folder. On Windows an open file cannot be replaced: it is tried again for a moment."""
+    """Renames a file or folder. On Windows an open file cannot be replaced: it is tried again for a moment, and then
+    the error names that one."""
+    error: OSError | None = None
     for pause in _PAUSES if WINDOWS else ():
         try:
             os.replace(source, destination)
-        except PermissionError:
+        except PermissionError as refusal:
+            error = PermissionError(refusal.errno, refusal.strerror, str(destination))
             time.sleep(pause)
         else:
             return
+    if error is not None:
+        raise error
     os.replace(source, destination)
 
 
