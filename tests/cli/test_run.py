@@ -15,8 +15,7 @@ from kl_lens import model, planning
 from kl_lens.base.errors import TargetError
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.judging import EvaluationText, JudgedArtifact
-from kl_lens.judging.ahead import Ahead
-from kl_lens.judging.evaluator import Arrived
+from kl_lens.judging.ahead import Ahead, Arrived
 from kl_lens.model import beginning, load
 from kl_lens.reporting.answer import recommended_names
 from kl_lens.reporting.data import collect

@@ -12,9 +12,10 @@ from kl_lens.judging.choosing import (
     closest,
     contest,
     deciding,
+    difference_of,
+    interval,
     nearest,
     next_larger,
-    paired_difference,
     smallest_that_keeps,
 )
 
@@ -91,17 +92,15 @@ def test_a_rival_beyond_the_limit_cannot_win() -> None:
 
 
 def test_paired_difference() -> None:
-    difference = paired_difference(
-        np.array([1.0, 2.0, 3.0, 4.0]), np.array([2.0, 2.0, 4.0, 4.0])
-    )
-    assert difference.mean == -0.5
+    one = Contender.on("one", 1, np.array([1.0, 2.0, 3.0, 4.0]))
+    two = Contender.on("two", 1, np.array([2.0, 2.0, 4.0, 4.0]))
+    difference = difference_of(one, two)
+    assert difference.value == -0.5
     assert difference.standard_error == pytest.approx(np.std([-1, 0, -1, 0], ddof=1) / 2)
     test = stats.ttest_1samp([-1, 0, -1, 0], 0).confidence_interval()
-    assert difference.interval == pytest.approx((test.low, test.high))
-    assert paired_difference(np.array([1.0]), np.array([2.0])).interval == (
-        -np.inf,
-        np.inf,
-    )
+    assert interval(one, two) == pytest.approx((test.low, test.high))
+    short = [Contender.on("short", 1, np.array([kl])) for kl in (1.0, 2.0)]
+    assert interval(*short) == (-np.inf, np.inf)
 
 
 FILES = [

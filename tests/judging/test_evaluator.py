@@ -20,13 +20,13 @@ from kl_lens.judging import (
     JudgedModel,
     Outcome,
     ScoreJournal,
-    evaluator,
+    ahead,
     given_subjects,
     prepare,
     read_scores,
     run_subjects,
 )
-from kl_lens.judging.evaluator import lanes_for, side_by_side
+from kl_lens.judging.ahead import lanes_for, side_by_side
 from kl_lens.judging.scoring import (
     AGREES,
     AS_DEPLOYED,
@@ -51,6 +51,7 @@ GGUFReader = pytest.importorskip("gguf", reason="needs the extra gguf").GGUFRead
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
 SETTINGS = SessionSettings(threads=1)
+ROOM = 1 << 62  # bytes: more memory than there is
 
 
 def judged(
@@ -61,8 +62,8 @@ def judged(
     *others: JudgedArtifact,
 ) -> Outcome:
     with Run.create(run_folder) as run:
-        judge = Evaluator(ScoreJournal(run), JudgedModel(model))
-        return judge.judge_text([JudgedArtifact(folder, SETTINGS)], text, others=others)
+        judge = Evaluator(ScoreJournal(run), text, JudgedModel(model))
+        return judge.judge([JudgedArtifact(folder, SETTINGS)], others)
 
 
 def plans_of(run: Run) -> dict[str, Plan | KLLensError]:
@@ -249,12 +250,12 @@ def test_a_longer_text_uses_the_windows_that_are_there_and_no_kinds_leave_no_sco
     longer = prepare(str(tiny_folder / "text.txt"), model.task, window=48, limit=8)
     advanced: list[str] = []
     with Run.create(tmp_path / "run") as run:
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([], text, ())
+        journal = ScoreJournal(run)
+        Evaluator(journal, text, JudgedModel(model), ()).judge([])
         assert read_scores(run) == []
         progress = Progress(advanced=lambda _, what: advanced.append(what))
-        Evaluator(ScoreJournal(run), JudgedModel(model), progress).judge_text(
-            [], longer, ("perplexity",)
-        )
+        kinds = ("perplexity",)
+        Evaluator(journal, longer, JudgedModel(model), kinds, progress).judge([])
         assert len(read_scores(run)) == 1
     assert len(advanced) == 2
 
@@ -275,7 +276,7 @@ def test_identities_change_with_what_makes_the_numbers(
     assert "backbone.embeddings in q8_0 is not the exported weight" in reason
     assert selection.subjects == []
     a, b, other = (
-        JudgedModel.of_plan(model, name, {"backbone.embeddings": fmt})
+        JudgedModel.of_plan(model, Plan(name, {"backbone.embeddings": fmt}, "test"))
         for name, fmt in (("a", "int8"), ("b", "int8"), ("a", "int4"))
     )
     assert a.identity == b.identity != other.identity  # the same weights are judged once
@@ -301,16 +302,13 @@ def test_files_from_elsewhere_never_take_the_place_of_the_runs_own(
             read_artifact(own).to_json() | {"folder": str(own)},
         )
         before = run_subjects(run, model, SETTINGS, plans_of(run))
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(
-            before.subjects, text, ("perplexity",)
-        )
+        judge = Evaluator(ScoreJournal(run), text, JudgedModel(model), ("perplexity",))
+        judge.judge(before.subjects)
         scores = {score.subject: score.values for score in read_scores(run)}
         others = given_subjects(
             [Path("original"), Path("openvino/eight")], SETTINGS, model, run
         )
-        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(
-            others.subjects, text, ("perplexity",)
-        )
+        judge.judge(others.subjects)
         after = {score.subject: score.values for score in read_scores(run)}
         assert {subject: after[subject] for subject in scores} == scores
         new = {subject.label for subject in set(after) - set(scores)}
@@ -354,7 +352,7 @@ def files(
     exported: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> list[JudgedArtifact]:
     """More than there are lanes, of two targets in turns."""
-    monkeypatch.setattr(evaluator, "processors", lambda: 2)
+    monkeypatch.setattr(ahead, "processors", lambda: 2)
     return [
         JudgedArtifact(exported(target), SessionSettings())
         for target in ("gguf", "openvino", "gguf")
@@ -365,7 +363,7 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
     files: list[JudgedArtifact], model: LoadedModel, text: EvaluationText, tmp_path: Path
 ) -> None:
     """Each on one thread there, each on two here."""
-    assert lanes_for(files, 0) == (2, files)
+    assert lanes_for(files, 0, ROOM) == (2, files)
     found = {}
     for name, settings in (
         ("together", SessionSettings()),
@@ -382,10 +380,10 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
 
         progress = Progress(forecast.start, advanced)
         with Run.create(tmp_path / name) as run:
-            judge = Evaluator(ScoreJournal(run), JudgedModel(model), progress)
-            outcome = judge.judge_text(
-                [JudgedArtifact(f.path, settings) for f in files], text
+            judge = Evaluator(
+                ScoreJournal(run), text, JudgedModel(model), progress=progress
             )
+            outcome = judge.judge([JudgedArtifact(f.path, settings) for f in files])
         assert not outcome.failures
         found[name] = [(s.subject.label, s.kind, s.values) for s in outcome.scores]
         shares, every, windows = *zip(*heard, strict=True), len(text.items)
@@ -402,22 +400,24 @@ def test_how_many_run_at_once(
 ) -> None:
     gguf, openvino, other = files
     alone = (1, [])
-    assert (
-        lanes_for([gguf, JudgedArtifact(other.path, SessionSettings(threads=2))], 0)
-        == alone
-    )
+    on_two_threads = JudgedArtifact(other.path, SessionSettings(threads=2))
     on_gpu = JudgedArtifact(other.path)
     on_gpu.settings = SessionSettings(gpu_layers=1)
-    assert lanes_for([gguf, on_gpu], 0) == alone
-    assert lanes_for([gguf], 0) == alone
-    assert lanes_for(files, 1 << 60) == alone  # no room for logits
+    for one_file in ([gguf, on_two_threads], [gguf, on_gpu], [gguf]):
+        assert lanes_for(one_file, 0, ROOM) == alone
+    assert lanes_for(files, 1 << 60, ROOM) == alone  # no free memory for logits
+    # Two files at 2.5 times their size, two windows of logits each and one besides.
+    largest = sorted(file.bytes for file in files)[-2:]
+    need = int(2.5 * sum(largest)) + 5 * 1000
+    assert lanes_for(files, 1000, need + 1) == (2, files)
+    assert lanes_for(files, 1000, need) == alone
     for least, chosen in ((2, [gguf, other]), (None, [gguf, other]), (1, files)):
         monkeypatch.setattr(
             type(openvino.target), "fewest_threads", lambda target, place, n=least: n
         )
-        assert lanes_for(files, 0) == (2, chosen)
-    monkeypatch.setattr(evaluator, "processors", lambda: 8)
-    assert lanes_for(files, 0) == (3, files)
+        assert lanes_for(files, 0, ROOM) == (2, chosen)
+    monkeypatch.setattr(ahead, "processors", lambda: 8)
+    assert lanes_for(files, 0, ROOM) == (3, files)
 
 
 def test_a_file_that_vanishes_half_way_is_named_and_the_others_go_on(
@@ -432,9 +432,12 @@ def test_a_file_that_vanishes_half_way_is_named_and_the_others_go_on(
 
     with Run.create(tmp_path / "run") as run:
         judge = Evaluator(
-            ScoreJournal(run), JudgedModel(model), Progress(advanced=delete)
+            ScoreJournal(run),
+            text,
+            JudgedModel(model),
+            progress=Progress(advanced=delete),
         )
-        outcome = judge.judge_text([doomed, sound], text)
+        outcome = judge.judge([doomed, sound])
         assert list(outcome.failures) == [doomed.label]
         assert largest.name in outcome.failures[doomed.label]
         assert {score.subject.label for score in read_scores(run)} == {
@@ -447,11 +450,12 @@ def test_threads_stop_when_iteration_stops_and_a_mistake_of_ours_is_not_swallowe
     files: list[JudgedArtifact], text: EvaluationText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = threading.active_count()
-    arriving = side_by_side({judged: [0, 1, 2, 3] for judged in files}, text, 2)
+    windows = dict(enumerate(text.items[:4]))
+    arriving = side_by_side(dict.fromkeys(files, windows), 2)
     next(arriving)
     with pytest.raises(KeyboardInterrupt):
         arriving.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
     monkeypatch.setattr(files[0], "open", lambda threads: {}["nothing"])
     with pytest.raises(KeyError, match="nothing"):
-        list(side_by_side({judged: [0] for judged in files}, text, 2))
+        list(side_by_side(dict.fromkeys(files, windows), 2))
     assert threading.active_count() == before

@@ -171,7 +171,7 @@ def test_another_objective_is_judged_beside_kl(
 def test_a_torch_session_remembers_goes_on_where_it_was_and_refuses_what_is_no_number(
     model: LoadedModel, text: EvaluationText
 ) -> None:
-    teacher = TorchSession(model, remember=10**8)
+    teacher = TorchSession(model, memory_budget=4 * 10**8)
     for _ in range(2):  # computed, and remembered
         values = divergence_values(score_text(TorchSession(model), text, teacher))
         assert values["kl_max"].value < 1e-9
@@ -189,6 +189,32 @@ def test_a_torch_session_remembers_goes_on_where_it_was_and_refuses_what_is_no_n
     logits[5, 3] = np.nan
     with pytest.raises(TargetError, match="not finite"):
         score_logits(logits, text.items[0])
+
+
+def test_the_original_remembers_as_many_outputs_as_an_eighth_of_the_memory_holds(
+    model: LoadedModel, text: EvaluationText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("final_states", "logits"):
+        compute = getattr(model.chain, name)
+
+        def counted(*arguments, name=name, compute=compute):  # type: ignore[no-untyped-def]
+            calls.append(name)
+            return compute(*arguments)
+
+        monkeypatch.setattr(model.chain, name, counted)
+    windows = [item.ids for item in text.items[:4]]
+    size = 4 * len(windows[0])
+    logits = size * 97  # bytes of a window's
+    states = size * int(model.chain.head.weight.shape[1])
+    assert 4 * states < 3 * logits
+    teacher = TorchSession(model, memory_budget=8 * 3 * logits)
+    first = [teacher.logits(ids) for ids in windows]
+    assert calls == ["final_states", "logits"] * 4
+    calls.clear()
+    again = [teacher.logits(ids) for ids in windows]
+    assert calls == ["logits"]  # the others are there, and all states
+    np.testing.assert_array_equal(again, first)
 
 
 def test_a_change_that_is_alike_everywhere_is_known_far_better_than_either_perplexity() -> (

@@ -11,6 +11,7 @@ from kl_lens.judging import JudgedModel, ScoreJournal, TorchSession, read_scores
 from kl_lens.judging.tasks import TaskData, chosen_tasks
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
+from kl_lens.run.records import Plan
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -125,7 +126,7 @@ def test_an_interrupted_task_goes_on(
     names = [c.name for c in model.anatomy.candidates]
     subjects = [
         JudgedModel(model),
-        JudgedModel.of_plan(model, "x", dict.fromkeys(names, "int4")),
+        JudgedModel.of_plan(model, Plan("x", dict.fromkeys(names, "int4"), "test")),
     ]
     asked: list[str] = []
 

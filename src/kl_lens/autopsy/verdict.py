@@ -104,14 +104,9 @@ class Evidence:
     @property
     def decides(self) -> str:
         """The step that shows whether the runtime computes what the weights say; empty: none."""
-        return next(
-            (
-                letter
-                for letter in "ed"
-                if letter in self.steps and self.steps[letter].apart
-            ),
-            "",
-        )
+        steps = self.steps
+        decisive = (letter for letter in "ed" if letter in steps and steps[letter].apart)
+        return next(decisive, "")
 
     @property
     def rounds_too_much(self) -> bool:
@@ -124,46 +119,35 @@ class Evidence:
 
     def judged(self) -> tuple[str, tuple[Finding, ...]]:
         """The headline and all findings: faults first, the costliest first."""
-        found = [
-            *self._damages(),
-            *self._types(),
-            *self._activations(),
-            *self._settings(),
-        ]
-        found += self._runtime({finding.step for finding in found if finding.is_fault})
-        if (other := self._another_model()) is not None:
-            found = [
-                other,
-                *(replace(f, is_fault=False) for f in found if f.step != "weights"),
+        findings = [*self._damages(), *self._types(), *self._activations()]
+        findings += self._settings()
+        findings += self._runtime(
+            {finding.step for finding in findings if finding.is_fault}
+        )
+        if (another := self._another_model()) is not None:
+            besides = (finding for finding in findings if finding.step != "weights")
+            findings = [
+                another,
+                *(replace(finding, is_fault=False) for finding in besides),
             ]
-        notes = [f"Not checked: {words}" for words in self.unchecked]
-        compared = "b" in self.steps
-        extra = [
-            r.name
-            for r in self.weights.reports
-            if compared and r.error is None and not r.problem
-        ]
-        lists = {
-            "not found in the file": self.weights.uncompared,
-            "not of the original": extra,
-        }
-        notes += [
-            f"Not compared, because {why}: {listed(names)}"
-            for why, names in lists.items()
-            if names
-        ]
-        notes += (
-            [f"It is no longer what KL Lens exported: {self.changed}"]
-            if self.changed
-            else []
-        )
-        found += [Finding("file", "", words, is_fault=False) for words in notes]
-        found.sort(key=_rank)
-        faults = [finding for finding in found if finding.is_fault]
+        findings += [Finding("file", "", text, is_fault=False) for text in self._notes()]
+        findings.sort(key=_rank)
+        faults = [finding for finding in findings if finding.is_fault]
+        if not faults:
+            return self._nothing_wrong(), tuple(findings)
         more = f" (and {len(faults) - 1} more: see the findings)" if faults[1:] else ""
-        return f"{faults[0].words}{more}" if faults else self._nothing_wrong(), tuple(
-            found
-        )
+        return faults[0].words + more, tuple(findings)
+
+    def _notes(self) -> Iterator[str]:
+        for reason in self.unchecked:
+            yield f"Not checked: {reason}"
+        if names := self.weights.uncompared:
+            yield f"Not compared, because not found in the file: {listed(names)}"
+        reports = self.weights.reports if "b" in self.steps else ()
+        if names := [r.name for r in reports if r.error is None and not r.problem]:
+            yield f"Not compared, because not of the original: {listed(names)}"
+        if self.changed:
+            yield f"It is no longer what KL Lens exported: {self.changed}"
 
     def _nothing_wrong(self) -> str:
         changed = " But it is no longer what KL Lens exported." if self.changed else ""
@@ -179,32 +163,26 @@ class Evidence:
             return f"Nothing wrong was found{lost}, but not everything was checked: {self.unchecked[0]}.{changed}"
         words = f"Nothing is wrong: it loses what {self._usual().type} loses{lost}."
         plain = self.rounding
-        (weights, whole, exact) = (self.kl(letter) or 0.0 for letter in "bde")
+        weights, whole, exact = (self.kl(letter) or 0.0 for letter in "bde")
         if plain is not None and max(plain.value, weights) > _ROUNDING:
             words += f" Its weights lose {short(weights)}; plain rounding to the same types loses "
             words += f"{shown(plain)}."
-        if (rest := whole - weights) > max(_REST * whole, _ROUNDING / 5):
-            words += f" The rest, {short(rest)}, is activations, which {self.runtime} computes in fewer bits"
-            words += (
-                f": with exact settings it loses {short(exact)}."
-                if "e" in self.steps
-                else "."
-            )
+        if (remainder := whole - weights) > max(_REST * whole, _ROUNDING / 5):
+            words += f" The rest, {short(remainder)}, is activations, which {self.runtime} computes in fewer bits"
+            exactly = f": with exact settings it loses {short(exact)}."
+            words += exactly if "e" in self.steps else "."
         return words + changed
 
     def _usual(self, besides: str = "") -> TensorReport:
         """A tensor of the type that most weights have, without one kind or component."""
         sizes = Counter[str]()
-        one = {"": TensorReport("", "rounding", 0, 0.0)}
+        examples = {"": TensorReport("", "rounding", 0, 0.0)}
         for report in self.weights.reports:
-            if (
-                report.component
-                and not report.float_only
-                and besides not in (report.kind, report.component)
-            ):
+            is_other = besides not in (report.kind, report.component)
+            if report.component and not report.float_only and is_other:
                 sizes[report.type] += round(report.bytes / report.bits)
-                one[report.type] = report
-        return one[sizes.most_common(1)[0][0] if sizes else ""]
+                examples[report.type] = report
+        return examples[sizes.most_common(1)[0][0] if sizes else ""]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -217,18 +195,15 @@ class Evidence:
         if total <= 3 or count <= _MOST_TENSORS * total:
             return None
         close = [r for r in strange if r.error is not None and r.error < _TWICE]
-        what = "Another model"
+        cause = "Another model"
         advice = "give the checkpoint that the file was made from"
         if len(close) > len(strange) / 2:
-            what = "Another version of the model, or quantized twice"
+            cause = "Another version of the model, or quantized twice"
             advice = "quantize the original's weights"
-        example = (
-            f"{strange[0].name}: {strange[0].problem}"
-            if strange
-            else f"{missing[0]} is missing"
-        )
-        words = f"{what}: check --against. {count} of {total} tensors are not those of {self.original}: "
-        return Finding("weights", "all tensors", words + example, advice)
+        example = [f"{report.name}: {report.problem}" for report in strange[:1]]
+        example += [f"{name} is missing" for name in missing[:1]]
+        words = f"{cause}: check --against. {count} of {total} tensors are not those of {self.original}: "
+        return Finding("weights", "all tensors", words + example[0], advice)
 
     def _damages(self) -> Iterator[Finding]:
         if missing := self.weights.missing:
@@ -236,77 +211,57 @@ class Evidence:
             advice = "use a newer converter"
             yield Finding("weights", missing[0], words, advice)
         costs = [cost for _, cost in self.damage if cost is not None]
-        if len(costs) == len(self.damage) > 1 and self.damaged_by < _CANCELLED * max(
-            costs
-        ):
+        several = len(costs) == len(self.damage) > 1
+        if several and self.damaged_by < _CANCELLED * max(costs):
             names = listed([report.name for group, _ in self.damage for report in group])
             words = f"{names} are not the original's, but make up for each other, as after rescaling"
-            yield Finding(
-                "weights", names, words, "", max(self.damaged_by, 0.0), is_fault=False
-            )
+            together = max(self.damaged_by, 0.0)
+            yield Finding("weights", names, words, "", together, is_fault=False)
             return
         for group, cost in self.damage:
-            advice = next(
-                text
-                for cause, text in _ADVICE.items()
-                if group[0].cause.startswith(cause)
-            )
-            yield Finding("weights", group[0].name, _damage(group), advice, cost)
-        lost = self.kl("b") or 0.0
+            worst = group[0]
+            causes = (cause for cause in _ADVICE if worst.cause.startswith(cause))
+            advice = _ADVICE[next(causes)]
+            yield Finding("weights", worst.name, _damage(group), advice, cost)
         plain = self.rounding
-        if (
-            not self.damage
-            and plain is not None
-            and lost > _WORSE * plain.value + _WORSE_BY
-        ):
+        if self.damage or plain is None:
+            return
+        lost = self.kl("b") or 0.0
+        if lost > _WORSE * plain.value + _WORSE_BY:
             words = f"The weights lose {short(lost)} nats, where plain rounding to their types loses {shown(plain)}"
-            yield Finding(
-                "weights",
-                "all tensors",
-                words,
-                "quantize the original again",
-                lost - plain.value,
-            )
+            advice = "quantize the original again"
+            yield Finding("weights", "all tensors", words, advice, lost - plain.value)
 
     def _types(self) -> Iterator[Finding]:
         """Sound values in a type that is too coarse for them."""
-        shares = {each.what: each for each in self.restored}
+        shares = {part.what: part for part in self.restored}
         unusual = dict[str, list[TensorReport]]()
         for report in self.weights.reports:
             if report.float_only and not report.is_float and not report.problem:
-                unusual.setdefault(
-                    report.kind or re.sub(r"\d+", "N", report.name), []
-                ).append(report)
+                kind = report.kind or re.sub(r"\d+", "N", report.name)
+                unusual.setdefault(kind, []).append(report)
         for kind, reports in unusual.items():
-            carried = shares.get(f"all {kind}") or shares.get(reports[0].component)
+            part = shares.get(f"all {kind}") or shares.get(reports[0].component)
             names = [report.name for report in reports]
             words = f"{listed(names)} is {reports[0].type}: runtimes expect {kind} in floating point"
-            words += (
-                f"; it carries {carried.share:.0%} of the weights' loss"
-                if carried is not None
-                else ""
-            )
-            fault = carried is not None and carried.share > _UNUSUAL_SHARE
-            fault = fault or any(name in self.failure("d") for name in names)
+            fault = any(name in self.failure("d") for name in names)
+            if part is not None:
+                words += f"; it carries {part.share:.0%} of the weights' loss"
+                fault = fault or part.share > _UNUSUAL_SHARE
             advice = f"keep {kind} in F32 or F16" if fault else ""
-            cost = carried.kl if carried else None
+            cost = part.kl if part else None
             yield Finding("type", names[0], words, advice, cost, fault)
-        worst = (
-            self.restored[0]
-            if self.restored and (self.kl("b") or 0.0) >= _VISIBLE
-            else None
-        )
-        if (
-            worst
-            and worst.share >= _CARRIES
-            and (own := worst.what.removeprefix("all ")) not in unusual
-        ):
-            usual = self._usual(own).bits
+        if not self.restored or (self.kl("b") or 0.0) < _VISIBLE:
+            return
+        worst = self.restored[0]
+        name = worst.what.removeprefix("all ")
+        if worst.share >= _CARRIES and name not in unusual:
+            usual = self._usual(name).bits
             words = f"{worst.share:.0%} of the loss of the weights is in {worst.what} ({worst.type}), at "
             words += f"{worst.bits:.1f} bits where most of the file has {usual:.1f}"
             coarse = worst.bits < _COARSER * usual
             advice = "store them in a larger type" if coarse else ""
-            yield Finding("type", own, words, advice, worst.kl, coarse)
+            yield Finding("type", name, words, advice, worst.kl, coarse)
 
     # -- what computes with them ---------------------------------------------------------------------------------
 
@@ -316,16 +271,15 @@ class Evidence:
         before = self.kl("b") or 0.0
         after = self.kl("c")
         added = None if after is None else after - before
-        cost = (
-            "overflow"
-            if added is None
-            else f"add {short(added)} nats to {short(before)} of the weights"
-        )
-        worst = self.inputs[0].what if self.inputs else "the matrices behind them"
-        where = (
-            f", most of it before {worst} ({self.inputs[0].type})" if self.inputs else ""
-        )
-        words = f"The activations do not survive rounding: {self.runtime}'s kernels {cost}{where}"
+        cost = "overflow"
+        if added is not None:
+            cost = f"add {short(added)} nats to {short(before)} of the weights"
+        worst = "the matrices behind them"
+        position = ""
+        if self.inputs:
+            worst = self.inputs[0].what
+            position = f", most of it before {worst} ({self.inputs[0].type})"
+        words = f"The activations do not survive rounding: {self.runtime}'s kernels {cost}{position}"
         advice = f"store {worst.removeprefix('all ')} in F16, whose kernels round less, or rescale outlier channels"
         yield Finding("activations", worst, words, advice, added)
 
@@ -333,32 +287,31 @@ class Evidence:
         """What changes the computation or the ids is blamed together: what each costs is not known. Then others."""
         apart = self.apart(self.decides)
         ids = self.failure("g")
-        for kind, seen, cost in (
+        for kind, symptom, cost in (
             ("metadata", apart, apart),
             (VOCABULARY, ids, self.tokens_cost),
         ):
-            every = [each for each in self.disagreements if each.about == kind]
             wrong = [
-                each for each in every if each.matters or (each.matters is None and seen)
+                d
+                for d in self.disagreements
+                if d.about == kind and (d.matters or (d.matters is None and symptom))
             ]
-            words = [each.words for each in wrong] + [ids] * (
-                kind == VOCABULARY and bool(ids)
-            )
+            words = [disagreement.words for disagreement in wrong]
+            advice = "; ".join(dict.fromkeys(d.advice for d in wrong))
+            step = kind
+            start = ""
+            if kind == VOCABULARY:
+                words += [ids] if ids else []
+                step = "tokenizer"
+                start = "its tokenizer is not the original's: "
             if words:
-                start = (
-                    "its tokenizer is not the original's: " if kind == VOCABULARY else ""
-                )
-                advice = "; ".join(dict.fromkeys(each.advice for each in wrong))
-                step = "tokenizer" if kind == VOCABULARY else kind
                 text = _sentence(start + "; ".join(words))
-                yield Finding(
-                    step, kind, text, advice or "copy the original's tokenizer", cost
-                )
-        for each in self.disagreements:
-            if each.about == TOKENIZER or each.matters is False:
-                text = _sentence(each.words)
-                fault = bool(each.matters)
-                yield Finding(each.about, each.name, text, each.advice, is_fault=fault)
+                advice = advice or "copy the original's tokenizer"
+                yield Finding(step, kind, text, advice, cost)
+        for d in self.disagreements:
+            if d.about == TOKENIZER or d.matters is False:
+                text = _sentence(d.words)
+                yield Finding(d.about, d.name, text, d.advice, is_fault=bool(d.matters))
 
     def _runtime(self, blamed: set[str]) -> Iterator[Finding]:
         """`blamed`: steps in which faults were found already, so that the runtime is not blamed for them."""
@@ -372,32 +325,20 @@ class Evidence:
             return
         apart = self.apart(self.decides)
         weights = self.weights
-        if (
-            apart is not None
-            and "metadata" not in blamed
-            and not weights.left_out
-            and not weights.missing
-        ):
+        whole = not weights.left_out and not weights.missing
+        if apart is not None and "metadata" not in blamed and whole:
             words = f"{runtime} does not compute what the weights say: KL {short(apart)} from the same weights in "
             words += "PyTorch, more than rounding. "
+            count = sum(report.error is not None for report in weights.reports)
             if weights.uncompared:
-                words += (
-                    f"Not compared, and perhaps the cause: {listed(weights.uncompared)}"
-                )
+                names = listed(weights.uncompared)
+                words += f"Not compared, and perhaps the cause: {names}"
             elif "weights" in blamed:
                 words += "This is besides the weights"
             else:
-                count = len(
-                    [report for report in weights.reports if report.error is not None]
-                )
                 words += f"It is not the weights: all {count} tensors were compared"
-            yield Finding(
-                "runtime",
-                "",
-                words,
-                retry + "the converter wrote another computation",
-                apart,
-            )
+            advice = retry + "the converter wrote another computation"
+            yield Finding("runtime", "", words, advice, apart)
         before = max(self.kl("c") or 0.0, self.kl("e") or 0.0)
         added = (self.kl("d") or 0.0) - before
         if self.kl("e") is not None and added > _DEFAULTS + _DEFAULTS_SHARE * before:
@@ -408,9 +349,8 @@ class Evidence:
                 f"{runtime} gives other results token by token than for a whole prompt: "
             )
             words += self.failure("f") if cost is None else f"KL {short(cost)}"
-            yield Finding(
-                "prompt", "", words, retry + "its graph keeps the states wrongly", cost
-            )
+            advice = retry + "its graph keeps the states wrongly"
+            yield Finding("prompt", "", words, advice, cost)
 
 
 def _rank(finding: Finding) -> tuple[bool, float]:
@@ -447,8 +387,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def shown(value: Estimate) -> str:
-    known = value.standard_error == value.standard_error
-    return short(value.value) + (f" ± {value.standard_error:.1g}" if known else "")
+    has_error = value.standard_error == value.standard_error
+    return short(value.value) + (f" ± {value.standard_error:.1g}" if has_error else "")
 
 
 def short(value: float) -> str:

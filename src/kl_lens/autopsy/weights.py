@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,9 +47,9 @@ _MATCHED = (
 _FLOAT_ONLY = re.compile(
     r"conv1d|A_log|[._](a|d|D)$|dt_bias|norm|router|gate_inp|\.bias$"
 )
-Cause = tuple[
-    str, str, str
-]  # what tensors with the same mistake share, the mistake in words, another tensor
+# What tensors with the same mistake share, the mistake in words, another tensor.
+Cause = tuple[str, str, str]
+_SOUND: Cause = ("", "", "")
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Weights:
     uncompared: list[str] = field(
         default_factory=list
     )  # parameters that were found nowhere in the file
-    held: dict[str, torch.Tensor] = field(
+    stored: dict[str, torch.Tensor] = field(
         default_factory=dict
     )  # parameter → the file's values
     rounded: dict[str, torch.Tensor] = field(
@@ -80,53 +80,47 @@ def examine(
     parts: Sequence[Part], model: LoadedModel, tensors: Sequence[StoredTensor]
 ) -> Weights:
     """Reads every tensor once, one at a time."""
-    named = [
-        *model.model.named_buffers(),
-        *model.model.named_parameters(remove_duplicate=False),
-    ]
-    state = {name: value.detach() for name, value in named}
+    named: dict[str, torch.Tensor] = dict(model.model.named_buffers())
+    named |= dict(model.model.named_parameters(remove_duplicate=False))
+    state = {name: value.detach() for name, value in named.items()}
     components = {name: c for c in model.anatomy.components for name in _names(c)}
-    found = Weights()
+    weights = Weights()
     for part in parts:
         if part.tensor is None:
-            found.missing.append(part.name)
+            weights.missing.append(part.name)
         elif part.parameter is None or part.parameter in state:
-            _examine(
-                part,
-                part.tensor,
-                components.get(part.parameter or ""),
-                state,
-                parts,
-                found,
-            )
-    known = {report.name for report in found.reports}
-    found.reports += [describe(tensor) for tensor in tensors if tensor.name not in known]
+            component = components.get(part.parameter or "")
+            _examine(part, part.tensor, component, state, parts, weights)
+    reported = {report.name for report in weights.reports}
+    weights.reports += [
+        describe(tensor) for tensor in tensors if tensor.name not in reported
+    ]
     wanted = {part.parameter for part in parts}
-    found.uncompared = [
+    weights.uncompared = [
         c.weight for c in model.anatomy.components if not wanted & set(_names(c))
     ]
-    return found
+    return weights
 
 
 def _names(component: Component) -> Iterator[str]:
     suffix = component.weight.removeprefix(component.name)
-    yield from (component.weight, *(other + suffix for other in component.tied_with))
+    yield from (component.weight, *(twin + suffix for twin in component.tied_with))
 
 
 def describe(
-    tensor: StoredTensor, component: Component | None = None, **seen: Any
+    tensor: StoredTensor, component: Component | None = None, **details: Any
 ) -> TensorReport:
     bits = 8 * tensor.bytes / max(math.prod(tensor.shape), 1)
     only = _FLOAT_ONLY.search(tensor.name) is not None
     if component is not None:
-        seen |= {
+        details |= {
             "kind": component.kind,
             "component": component.name,
             "block": component.block,
         }
         only = not component.quantizable
     return TensorReport(
-        tensor.name, tensor.type, tensor.bytes, bits, float_only=only, **seen
+        tensor.name, tensor.type, tensor.bytes, bits, float_only=only, **details
     )
 
 
@@ -142,10 +136,10 @@ def together(reports: Sequence[TensorReport]) -> list[list[TensorReport]]:
     groups: dict[tuple[object, ...], list[TensorReport]] = {}
     for report in reports:
         chain = [report.name]
-        while (other := partners.get(chain[-1])) and other not in chain:
-            chain.append(other)
-        same: tuple[object, ...] = (report.block,) if report.cause == OFF else ()
-        key = (report.cause, *same, *(sorted(chain) if report.partner else ()))
+        while (partner := partners.get(chain[-1])) and partner not in chain:
+            chain.append(partner)
+        place_of: tuple[object, ...] = (report.block,) if report.cause == OFF else ()
+        key = (report.cause, *place_of, *(sorted(chain) if report.partner else ()))
         if report.problem:
             groups.setdefault(key, []).append(report)
     return list(groups.values())
@@ -153,11 +147,8 @@ def together(reports: Sequence[TensorReport]) -> list[list[TensorReport]]:
 
 def _infinite(values: torch.Tensor) -> Cause:
     count = int((~values.isfinite()).sum())
-    return (
-        (INFINITE, f"{count:,} of {values.numel():,} values are not finite", "")
-        if count
-        else ("", "", "")
-    )
+    words = f"{count:,} of {values.numel():,} values are not finite"
+    return (INFINITE, words, "") if count else _SOUND
 
 
 def _examine(
@@ -166,63 +157,68 @@ def _examine(
     component: Component | None,
     state: Mapping[str, torch.Tensor],
     parts: Sequence[Part],
-    found: Weights,
+    weights: Weights,
 ) -> None:
     name = part.parameter
     values = tensor.read()
     wanted = part.constant
     if wanted is None:
         wanted = torch.zeros_like(values) if name is None else part.expected(state[name])
-    if (
-        values.shape != wanted.shape
-        and values.numel() == wanted.numel()
-        and values.dim() != wanted.dim()
-    ):
+    same_size = values.numel() == wanted.numel()
+    if same_size and values.dim() != wanted.dim():
         values = values.reshape(wanted.shape)  # (heads) and (heads, 1) are the same
     if values.shape != wanted.shape:
-        sizes = ["×".join(map(str, each.shape)) for each in (values, wanted)]
-        found.left_out.append(tensor.name)
-        problem = f"its shape is {sizes[0]}, not {sizes[1]}"
-        found.reports.append(describe(tensor, component, problem=problem, cause=SHAPE))
+        actual, expected = ("×".join(map(str, v.shape)) for v in (values, wanted))
+        weights.left_out.append(tensor.name)
+        problem = f"its shape is {actual}, not {expected}"
+        weights.reports.append(describe(tensor, component, problem=problem, cause=SHAPE))
         return
-
-    def others() -> Iterator[tuple[str, torch.Tensor]]:
-        for other in parts:
-            shape = None if other.tensor is None else other.tensor.shape
-            if (
-                other.parameter in state
-                and other.parameter != name
-                and shape == tensor.shape
-            ):
-                yield other.name, other.expected(state[other.parameter])  # type: ignore[index]
-
+    twins = [
+        twin
+        for twin in parts
+        if twin.parameter in state
+        and twin.parameter != name
+        and twin.tensor is not None
+        and twin.tensor.shape == tensor.shape
+    ]
+    alike = ((twin.name, twin.expected(state[twin.parameter or ""])) for twin in twins)
     plain = None if tensor.rounded is None else tensor.rounded(wanted)
-    searched = [report.cause for report in found.reports].count(OFF) < _ENOUGH
+    searched = [report.cause for report in weights.reports].count(OFF) < _ENOUGH
     pair = _Pair(values, wanted, plain)
-    cause, problem, partner = pair.cause(component, others if searched else None)
-    seen = {"error": pair.error, "own_error": pair.own} if cause != INFINITE else {}
-    found.reports.append(
-        describe(tensor, component, problem=problem, cause=cause, partner=partner, **seen)
+    cause, problem, partner = pair.cause(component, alike if searched else None)
+    finite = cause != INFINITE
+    errors = {"error": pair.error, "own_error": pair.plain_error} if finite else {}
+    weights.reports.append(
+        describe(
+            tensor, component, problem=problem, cause=cause, partner=partner, **errors
+        )
     )
     if name is None:
         return
-    found.parameters[tensor.name] = name
-    for put, into in (
-        (values, found.held),
-        (wanted if plain is None else plain, found.rounded),
-    ):
-        whole = part.written(put, into.get(name, state[name]))
-        lost = whole is None or not bool(whole.isfinite().all())
-        if into is found.held and (
-            lost or (name in into and values.numel() == state[name].numel())
-        ):
-            found.left_out.append(
-                tensor.name
-            )  # also a second tensor for one parameter, which has one place
-        if whole is not None and not lost:
-            into[name] = whole
+    weights.parameters[tensor.name] = name
+    # A second tensor for one parameter has no place.
+    again = name in weights.stored and values.numel() == state[name].numel()
+    stored = _placed(part, values, weights.stored, state[name])
+    if again or not stored:
+        weights.left_out.append(tensor.name)
+    _placed(part, wanted if plain is None else plain, weights.rounded, state[name])
     if tensor.format and component is not None and component.quantizable:
-        found.formats[component.name] = tensor.format
+        weights.formats[component.name] = tensor.format
+
+
+def _placed(
+    part: Part,
+    values: torch.Tensor,
+    parameters: dict[str, torch.Tensor],
+    original: torch.Tensor,
+) -> bool:
+    """Puts a tensor's values where the model has them; whether that is possible."""
+    name = part.parameter or ""
+    whole = part.written(values, parameters.get(name, original))
+    if whole is None or not bool(whole.isfinite().all()):
+        return False
+    parameters[name] = whole
+    return True
 
 
 class _Pair:
@@ -235,54 +231,47 @@ class _Pair:
         self.wanted = wanted
         self.plain = plain
         self.error = _distance(values, wanted)
-        self.own = None if plain is None else _distance(plain, wanted)
-        self.limit = _UNKNOWN if self.own is None else max(_MOST * self.own, _LEAST)
+        self.plain_error = None if plain is None else _distance(plain, wanted)
+        self.limit = (
+            _UNKNOWN
+            if self.plain_error is None
+            else max(_MOST * self.plain_error, _LEAST)
+        )
 
     def cause(
         self,
         component: Component | None,
-        others: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None,
+        candidates: Iterator[tuple[str, torch.Tensor]] | None,
     ) -> Cause:
-        """Empty: it differs by rounding only. `others`: whose values these may be; None: do not look far."""
-        if (infinite := _infinite(self.values))[0]:
+        """Empty: it differs by rounding only. `candidates`: other tensors, whose values these may be; None: do not look
+        far."""
+        if (infinite := _infinite(self.values)) != _SOUND:
             return infinite
         odd = self._odd()
         slope = _slope(self.values, self.wanted)
         usual = 1.0 if self.plain is None else _slope(self.plain, self.wanted) or 1.0
-        if (
-            self.error <= self.limit
-            and abs(slope - usual) <= _OTHER_SLOPE
-            and not odd.any()
-        ):
-            return "", "", ""
-        if (
-            (first := float(self.values.flatten()[0]))
-            == float(self.values.min())
-            == float(self.values.max())
-        ):
-            return (
-                f"all {first + 0.0:g}",
-                f"all values are {first + 0.0:.4g}",
-                "",
-            )  # −0 + 0 is 0
+        turned = abs(slope - usual) > _OTHER_SLOPE
+        if self.error <= self.limit and not turned and not odd.any():
+            return _SOUND
+        first = float(self.values.flatten()[0]) + 0.0  # −0 + 0 is 0
+        if bool((self.values == first).all()):
+            return f"all {first:g}", f"all values are {first:.4g}", ""
+        searched = candidates is not None
         for cause, words, predicted in self._predictions(
-            slope / usual, component, others is not None
+            slope / usual, component, searched
         ):
             if self._is(predicted):
                 return cause, words, ""
-        for name, theirs in others() if others is not None else ():
-            if self._is(theirs):
+        for name, expected in candidates or ():
+            if self._is(expected):
                 return HOLDS, f"holds the values of {name}", name
-        if 0 < odd.sum() < 0.9 * odd.numel() and self._is(
-            torch.where(odd, self.values, self.wanted)
-        ):
+        mixed = torch.where(odd, self.values, self.wanted)
+        if 0 < odd.sum() < 0.9 * odd.numel() and self._is(mixed):
             return self._partly(odd)
-        rounding = (
-            ""
-            if self.own is None
-            else f", where rounding to this type gives {self.own:.2g}"
-        )
-        return OFF, f"off by {self.error:.2g} of its length{rounding}", ""
+        words = f"off by {self.error:.2g} of its length"
+        if self.plain_error is not None:
+            words += f", where rounding to this type gives {self.plain_error:.2g}"
+        return OFF, words, ""
 
     def _is(self, predicted: torch.Tensor) -> bool:
         return _distance(self.values, predicted) <= min(self.limit, _EXPLAINED)
@@ -294,32 +283,24 @@ class _Pair:
         values = self.values
         wanted = self.wanted
         if abs(factor - 1) > 2 * _LEAST and abs(factor) > 1e-3:
-            said = (
-                "with the other sign"
-                if abs(factor + 1) < _LEAST
-                else f"times {factor:.3g}"
-            )
-            yield said, f"the original's values {said}", factor * wanted
+            negative = abs(factor + 1) < _LEAST
+            words = "with the other sign" if negative else f"times {factor:.3g}"
+            yield words, f"the original's values {words}", factor * wanted
         if abs(shift := float((values - wanted).mean())) > _LEAST:
             yield "shifted", f"the original's values {shift:+.3g}", wanted + shift
-        yield (
-            "logarithm",
-            "the logarithm of the size of the original's values",
-            wanted.abs().log(),
-        )
+        words = "the logarithm of the size of the original's values"
+        yield "logarithm", words, wanted.abs().log()
         yield "exponential", "the exponential of the original's values", wanted.exp()
         plain = wanted.squeeze()
         if plain.dim() == 2:
             yield "transposed", "transposed", plain.T.reshape(wanted.shape)
         taps = component is not None and "conv" in component.kind
-        labels = (
-            ("experts", "rows", "taps" if taps else "columns")
-            if plain.dim() > 1
-            else ("values",)
-        )
-        for axis in reversed(
-            range(plain.dim() if searched and len(plain) <= _MATCHED[0] else 0)
-        ):
+        labels = ["experts", "rows", "taps" if taps else "columns"]
+        if plain.dim() < 2:
+            labels = ["values"]
+        if not searched or len(plain) > _MATCHED[0]:
+            return
+        for axis in reversed(range(plain.dim())):
             order = _order(values.reshape(plain.shape), plain, axis)
             if not torch.equal(order, torch.arange(len(order))):
                 moved = plain.index_select(axis, order).reshape(wanted.shape)
@@ -327,7 +308,7 @@ class _Pair:
 
     def _odd(self) -> torch.Tensor:
         """Places that no rounding explains, where most others may be right."""
-        if self.own is not None and self.own < _LEAST:
+        if self.plain_error is not None and self.plain_error < _LEAST:
             size = (
                 _VALUE * self.wanted.abs() + _OF_MEAN * self.wanted.square().mean().sqrt()
             )
@@ -338,13 +319,13 @@ class _Pair:
         right = self.wanted.reshape(shape)
         lengths = right.norm(dim=-1)
         errors = (blocks - right).norm(dim=-1)
-        own = lengths * float((errors / lengths.clamp_min(1e-30)).median())
+        plain_error = lengths * float((errors / lengths.clamp_min(1e-30)).median())
         empty = (blocks == 0).all(dim=-1)
         if self.plain is not None:
             plain = self.plain.reshape(shape)
-            own = (plain - right).norm(dim=-1)
+            plain_error = (plain - right).norm(dim=-1)
             empty = empty & (plain != 0).any(dim=-1)
-        odd = ((errors > 4 * own + _BLOCK_ERROR * lengths) | empty) & (
+        odd = ((errors > 4 * plain_error + _BLOCK_ERROR * lengths) | empty) & (
             lengths > 0.05 * lengths.mean()
         )
         return odd[:, None].expand(blocks.shape).reshape(self.values.shape)
@@ -356,12 +337,14 @@ class _Pair:
         if _distance(values, -wanted) <= min(self.limit, _EXPLAINED):
             words = f"{count:,} of {odd.numel():,} values have the wrong sign"
             return f"signs: {words}", words, ""
-        how = "not the original's" if values.any() else "zero"
-        kind, lines = (
-            ("rows", odd.flatten(0, -2).any(dim=-1)) if odd.dim() > 1 else ("values", odd)
-        )
-        words = f"{int(lines.sum()):,} of {len(lines):,} {kind} are {how}, from number {int(lines.nonzero()[0]):,} on"
-        return f"partly {how}: {words}", words, ""
+        fault = "not the original's" if values.any() else "zero"
+        kind = "values"
+        lines = odd
+        if odd.dim() > 1:
+            kind = "rows"
+            lines = odd.flatten(0, -2).any(dim=-1)
+        words = f"{int(lines.sum()):,} of {len(lines):,} {kind} are {fault}, from number {int(lines.nonzero()[0]):,} on"
+        return f"partly {fault}: {words}", words, ""
 
 
 def _order(values: torch.Tensor, wanted: torch.Tensor, axis: int) -> torch.Tensor:
@@ -370,15 +353,19 @@ def _order(values: torch.Tensor, wanted: torch.Tensor, axis: int) -> torch.Tenso
     if wanted.dim() == 1:
         order[values.argsort()] = wanted.argsort()
         return order
-    rows, theirs = (each.movedim(axis, 0).flatten(1) for each in (values, wanted))
-    odd = ((rows - theirs).norm(dim=1) > _LEAST * theirs.norm(dim=1)).nonzero().flatten()
-    some = slice(None, None, max(1, rows.shape[1] // _MATCHED[1]))
-    rows = rows[:, some]
-    theirs = theirs[:, some]
+    rows, originals = (tensor.movedim(axis, 0).flatten(1) for tensor in (values, wanted))
+    odd = (
+        ((rows - originals).norm(dim=1) > _LEAST * originals.norm(dim=1))
+        .nonzero()
+        .flatten()
+    )
+    sample = slice(None, None, max(1, rows.shape[1] // _MATCHED[1]))
+    rows = rows[:, sample]
+    originals = originals[:, sample]
     for part in odd.split(1024):
-        order[part] = (rows[part] @ theirs.T - theirs.square().sum(dim=1) / 2).argmax(
-            dim=1
-        )
+        order[part] = (
+            rows[part] @ originals.T - originals.square().sum(dim=1) / 2
+        ).argmax(dim=1)
     return order
 
 
@@ -389,21 +376,16 @@ def _named(order: torch.Tensor, label: str) -> tuple[str, str]:
     if torch.equal(order, whole.flip(0)):
         return f"{label} reversed", f"its {label} are in reverse order"
     if len(moved) == 2:
-        return (
-            f"{label} swapped",
-            f"{label} {int(moved[0]):,} and {int(moved[1]):,} are swapped",
-        )
-    if torch.equal(order, whole.roll(-int(order[0]))):
-        return (
-            f"{label} rolled",
-            f"its {label} are shifted by {-int(order[0]) % len(order):,} places",
-        )
-    if label == "rows" and any(torch.equal(order, each) for each in _rotary(whole)):
+        one, two = moved.tolist()
+        return f"{label} swapped", f"{label} {one:,} and {two:,} are swapped"
+    start = int(order[0])
+    if torch.equal(order, whole.roll(-start)):
+        words = f"its {label} are shifted by {-start % len(order):,} places"
+        return f"{label} rolled", words
+    if label == "rows" and any(torch.equal(order, rows) for rows in _rotary(whole)):
         return "rotary", "its rows are in the order of the other rotary layout"
-    return (
-        f"{label} moved",
-        f"{len(moved):,} of {len(order):,} {label} are at other places",
-    )
+    words = f"{len(moved):,} of {len(order):,} {label} are at other places"
+    return f"{label} moved", words
 
 
 def _rotary(rows: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -132,6 +132,10 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
+# Bytes for cached states and outputs, unless the user says otherwise; on a GPU, most of what is free there.
+DEFAULT_MEMORY = 8 * 10**9
+
+
 def available_memory() -> int:
     """Free memory in bytes, without swapping."""
     import psutil  # here, because it takes time to load

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import scipy  # its parts load on first use
 
 from kl_lens.base.units import human_bytes
+from kl_lens.run.readings import mean
+from kl_lens.run.records import Estimate
 
 Windows = npt.NDArray[np.float64]  # mean KL of every window of a fixed text
 AS_GOOD = 0.05  # of a KL: as good is what loses no more than this; at 6 bits, 0.6 % of the bytes change it as much
@@ -36,41 +38,26 @@ class Contender:
     def on(cls, name: str, size: int, windows: Windows) -> Contender:
         return cls(name, size, float(windows.mean()), windows)
 
-    def is_as_large_as(self, other: Contender) -> bool:
-        return abs(self.bytes - other.bytes) <= SAME_SIZE * max(self.bytes, other.bytes)
+    def is_as_large_as(self, rival: Contender) -> bool:
+        return abs(self.bytes - rival.bytes) <= SAME_SIZE * max(self.bytes, rival.bytes)
 
 
-@dataclass(frozen=True)
-class PairedDifference:
+def difference_of(subject: Contender, reference: Contender) -> Estimate:
     """KL of one subject minus that of another on the same windows; negative is better."""
-
-    mean: float
-    standard_error: float  # infinite for one window
-    windows: int = 1
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The ends of the 95 % confidence interval: Student's t, because windows are few. Unlimited if an error is not
-        known."""
-        finite = math.isfinite(self.mean) and math.isfinite(self.standard_error)
-        if self.windows < 2 or not finite:
-            return -math.inf, math.inf
-        quantile = float(scipy.special.stdtrit(self.windows - 1, _QUANTILE))
-        reach = quantile * self.standard_error
-        return self.mean - reach, self.mean + reach
-
-
-def paired_difference(windows: Windows, reference: Windows) -> PairedDifference:
-    difference = windows - reference
-    count = len(difference)
-    error = float(difference.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
-    return PairedDifference(float(difference.mean()), error, count)
-
-
-def difference_of(subject: Contender, reference: Contender) -> PairedDifference:
     assert subject.windows is not None
     assert reference.windows is not None
-    return paired_difference(subject.windows, reference.windows)
+    return mean(subject.windows - reference.windows)
+
+
+def interval(subject: Contender, reference: Contender) -> tuple[float, float]:
+    """The ends of the 95 % confidence interval of the difference: Student's t, because windows are few. Unlimited if an
+    error is not known."""
+    difference = difference_of(subject, reference)
+    error = difference.standard_error
+    if subject.windows is None or not math.isfinite(error):  # also nan, of one window
+        return -math.inf, math.inf
+    reach = error * float(scipy.special.stdtrit(len(subject.windows) - 1, _QUANTILE))
+    return difference.value - reach, difference.value + reach
 
 
 # -- our plan against stock recipes --------------------------------------------------------------------------
@@ -132,7 +119,7 @@ def contest(
     for rival in rivals:
         if rival.bytes > ours.bytes:
             continue
-        low, high = difference_of(rival, ours).interval
+        low, high = interval(rival, ours)
         if low > 0:
             worse.append(rival.name)
         elif not high <= AS_GOOD * ours.kl:  # True for nan
@@ -176,7 +163,7 @@ def next_larger(ours: Contender, rivals: Sequence[Contender]) -> Contender | Non
 def _best_of_one_size(
     rival: Contender | None, rivals: Sequence[Contender]
 ) -> Contender | None:
-    level = [other for other in rivals if rival and other.is_as_large_as(rival)]
+    level = [c for c in rivals if rival and c.is_as_large_as(rival)]
     return min(level, key=lambda level_rival: level_rival.kl, default=None)
 
 
@@ -226,13 +213,13 @@ def verdicts(files: Sequence[Contender]) -> Iterator[str]:
         difference = difference_of(file, best)
         error = difference.standard_error
         bars = f" ± {error:.1g}" if math.isfinite(error) else ""
-        apart = f"{difference.mean:.2g}{bars} nats per token, paired by window"
+        apart = f"{difference.value:.2g}{bars} nats per token, paired by window"
         one_size = best.is_as_large_as(file)
         sizes = f"{human_bytes(best.bytes)} and {human_bytes(file.bytes)}"
-        if difference.interval[0] > 0:
+        if interval(file, best)[0] > 0:
             why = "which has the same size" if one_size else "although it is smaller"
             yield f"{best.name} is better than {file.name}, {why} ({sizes}): its KL is lower by {apart}."
         else:
-            both = f"{best.name} and {file.name} have the same size"
-            comparison = both if one_size else f"{best.name} is smaller than {file.name}"
+            equal = f"{best.name} and {file.name} have the same size"
+            comparison = equal if one_size else f"{best.name} is smaller than {file.name}"
             yield f"{comparison} ({sizes}), and this text does not tell their KL apart: {apart}."

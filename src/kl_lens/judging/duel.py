@@ -31,33 +31,26 @@ def entrants(
     files = [judged for judged in subjects if isinstance(judged, JudgedArtifact)]
     names = short_names([str(judged.path) for judged in files])
     for judged, name in zip(files, names, strict=True):
-        readings = list(journal.readings(judged, text, divergence=True).values())
+        readings = [*journal.readings(judged, text.items, divergence=True).values()]
         if not readings or len(readings) < len(text.items):
             continue
-        values = divergence_values(readings) | likelihood_values(
-            readings, images=text.task != TEXT
-        )
-        shown = ("kl_mean", "token_perplexity", "same_top")
-        entrant = Entrant(
-            name,
-            judged.target.loaded_bytes(judged.path),
-            values["kl_mean"].value,
-            window_kl(readings),
-            judged.target.title,
-            {key: values[key] for key in shown},
-        )
-        judged_files.append(entrant)
+        values = divergence_values(readings)
+        values |= likelihood_values(readings, images=text.task != TEXT)
+        size = judged.target.loaded_bytes(judged.path)
+        kl = values["kl_mean"].value
+        shown = {key: values[key] for key in ("kl_mean", "token_perplexity", "same_top")}
+        title = judged.target.title
+        judged_files.append(Entrant(name, size, kl, window_kl(readings), title, shown))
     return sorted(judged_files, key=lambda entrant: entrant.bytes)
 
 
-def short_names(places: Sequence[str]) -> list[str]:
+def short_names(files: Sequence[str]) -> list[str]:
     """The last parts of paths, as many as tell them apart; `model.safetensors` and the like say nothing."""
-    paths = [PurePath(place) for place in places]
-    paths = [
-        p.parent if p.name.startswith(("model", "openvino_model")) else p for p in paths
-    ]
-    for count in range(1, max((len(path.parts) for path in paths), default=0) + 1):
-        names = ["/".join(path.parts[-count:]) for path in paths]
+    paths = [PurePath(file) for file in files]
+    dull = ("model", "openvino_model")
+    parts = [(p.parent if p.name.startswith(dull) else p).parts for p in paths]
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(ends[-count:]) for ends in parts]
         if len(set(names)) == len(names):
             return names
-    return list(places)
+    return list(files)

@@ -5,30 +5,30 @@ Every window is stored in the run as soon as it is done, so that an interrupted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
-import psutil
 import torch
 
 from kl_lens.base.errors import KLLensError, UnlearntError, one_line
 from kl_lens.base.progress import Progress
-from kl_lens.base.system import processors
+from kl_lens.base.system import DEFAULT_MEMORY
 from kl_lens.judging import scoring
+from kl_lens.judging.ahead import Arrived, computed, lanes_for, side_by_side
 from kl_lens.judging.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
 from kl_lens.judging.scoring import Agreement, position_values, score_logits
-from kl_lens.judging.texts import EvaluationText, protocol_digest
+from kl_lens.judging.texts import EvaluationText, Window, protocol_digest
 from kl_lens.model import LoadedModel
 from kl_lens.model.tasks import TEXT
 from kl_lens.run.folder import Run, provenance
 from kl_lens.run.readings import KL, Reading, divergence_values, likelihood_values
 from kl_lens.run.records import Estimate, Score, Subject
 from kl_lens.run.subjects import current_results, stored_record
-from kl_lens.targets.session import Logits, Session
+from kl_lens.targets.session import Session
 
 READING = "reading"
 RUNTIME = "score_runtime"
@@ -37,8 +37,8 @@ EXAMPLES = "task_examples"
 PERPLEXITY = "perplexity"
 DIVERGENCE = "divergence"
 POSITIONS = "positions"  # kinds of scores
-_MANY_COLUMNS = 160_000
-_FLOAT_BYTES = 4  # assumed vocabulary if no model is given
+_MANY_COLUMNS = 160_000  # assumed vocabulary if no model is given
+_FLOAT_BYTES = 4
 _CHECKED = 512  # ids of a window: transformers' own scans are slow
 
 
@@ -51,21 +51,23 @@ class ScoreJournal:
     def __init__(self, run: Run, *, again: bool = False) -> None:
         self.run = run
         self._again = again
-        self._fresh: set[tuple[str, str, str]] = set()
+        self._fresh: set[tuple[str, str]] = set()
 
     def forget(self) -> None:
         """Ignores all intermediate results so far."""
         self._again = True
-        self._fresh = set()
+        self._fresh.clear()
 
     def load(self, kind: str, judged: Judged, name: str) -> Any | None:
-        if self._again and (kind, judged.identity, name) not in self._fresh:
+        key = f"{judged.identity}|{name}"
+        if self._again and (kind, key) not in self._fresh:
             return None
-        return self.run.load(kind, f"{judged.identity}|{name}")
+        return self.run.load(kind, key)
 
     def store(self, kind: str, judged: Judged, name: str, value: Any) -> None:
-        self.run.store(kind, f"{judged.identity}|{name}", value)
-        self._fresh.add((kind, judged.identity, name))
+        key = f"{judged.identity}|{name}"
+        self.run.store(kind, key, value)
+        self._fresh.add((kind, key))
 
     def kept(
         self, kind: str, judged: Judged, name: str, compute: Callable[[], Any]
@@ -78,10 +80,10 @@ class ScoreJournal:
         return value
 
     def readings(
-        self, judged: Judged, text: EvaluationText, *, divergence: bool
+        self, judged: Judged, windows: Sequence[Window], *, divergence: bool
     ) -> dict[int, Reading]:
         """The windows that are stored with everything needed."""
-        stored = (self.load(READING, judged, item.key) for item in text.items)
+        stored = (self.load(READING, judged, window.key) for window in windows)
         return {
             index: Reading.from_json(index, value)
             for index, value in enumerate(stored)
@@ -123,135 +125,122 @@ def read_scores(run: Run, kind: str | None = None) -> list[Score]:
 class Outcome:
     """Scores, comparisons and failures."""
 
-    judged: list[Judged] = field(
-        default_factory=list
-    )  # besides the original; PyTorch for files it stands in for
+    # Besides the original; PyTorch for files it stands in for.
+    judged: list[Judged] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # label → why it failed
 
-    def add(self, other: Outcome) -> None:
-        self.judged += other.judged
-        self.scores += other.scores
-        self.agreements += other.agreements
-        self.failures |= other.failures
+    def add(self, outcome: Outcome) -> None:
+        self.judged += outcome.judged
+        self.scores += outcome.scores
+        self.agreements += outcome.agreements
+        self.failures |= outcome.failures
+
+    def failed(self, judged: Judged, error: Exception) -> None:
+        """The others go on, unless it is PyTorch that fails."""
+        if isinstance(judged, JudgedModel):
+            raise error
+        self.failures[judged.label] = one_line(error)
 
 
 class Evaluator:
-    """Perplexity and KL of subjects, stored in a journal. `original`: teacher of every KL and base of every change;
-    without it there are only perplexities.
+    """Perplexity and KL of subjects on one text, stored in a journal. `original`: teacher of every KL and base of every
+    change; without it there are only perplexities.
 
     Example:
-        >>> outcome = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(subjects, text)
+        >>> outcome = Evaluator(ScoreJournal(run), text, JudgedModel(model)).judge(subjects)
     """
 
     def __init__(
         self,
         journal: ScoreJournal,
+        text: EvaluationText,
         original: JudgedModel | None = None,
+        kinds: Collection[str] = (PERPLEXITY, DIVERGENCE),
         progress: Progress | None = None,
+        memory_budget: int = DEFAULT_MEMORY,
         ahead: Callable[
             [JudgedArtifact, EvaluationText], Sequence[Arrived]
         ] = lambda file, text: (),
     ) -> None:
-        """`ahead`: logits of a file that were computed before."""
+        """`kinds`: of scores; without any, files are only compared with PyTorch. `ahead`: logits of a file that were
+        computed before."""
+        self._divergence = set(kinds) != {PERPLEXITY}
+        if self._divergence and original is None:
+            flag = POSITIONS if POSITIONS in kinds else DIVERGENCE
+            raise KLLensError(f"--{flag} needs the original model: give --run or --model")
         self.journal = journal
-        self._ahead = ahead
+        self.text = text
         self.original = original
-        self.model = None if original is None else original.model
         self.progress = progress or Progress()
-        self._teacher: Session | None = None
+        self._kinds = kinds
+        self._memory_budget = memory_budget
+        self._ahead = ahead
 
-    def judge_text(
+    def judge(
         self,
         subjects: Sequence[Judged],
-        text: EvaluationText,
-        kinds: Collection[str] = (PERPLEXITY, DIVERGENCE),
         others: Sequence[JudgedArtifact] = (),
         deciding: Callable[[], Collection[str]] = tuple,
     ) -> Outcome:
-        """Scores of all subjects on one text, and a comparison of each artifact with its PyTorch counterpart; without
-        `kinds` only the comparison. Subjects with damaged or missing files are named in `failures`.
+        """Scores of all subjects, and a comparison of each artifact with its PyTorch counterpart. Subjects with damaged
+        or missing files are named in `failures`.
 
         `others`: files that PyTorch stands in for, if it agrees with their runtime on all files of it among the
         subjects. With its scores stored, `deciding` gives the keys of those that their runtime has to judge after all.
         """
-        divergence = set(kinds) != {PERPLEXITY}
-        if divergence and self.original is None:
-            flag = POSITIONS if POSITIONS in kinds else DIVERGENCE
-            raise KLLensError(f"--{flag} needs the original model: give --run or --model")
-        order: list[Judged] = [self.original] if self.original is not None else []
+        order: list[Judged] = [] if self.original is None else [self.original]
         order += [subject for subject in subjects if subject is not self.original]
-        files = [judged for judged in order if isinstance(judged, JudgedArtifact)]
-        compared = (
-            0
-            if self.model is None
-            else _work(files, text.first(scoring.COMPARED_WINDOWS))
+        compared = [] if self.original is None else _files(order)
+        self.progress = self.progress.as_one(
+            _work([*order, *others], self.text.items) + _work(compared, self._first)
         )
-        self.progress = self.progress.as_one(_work([*order, *others], text) + compared)
-        outcome = self._judged(order, text, kinds, divergence)
-        if any(
-            a.verdict == scoring.DISAGREES for a in outcome.agreements
-        ) and not self._kernels_hold(text):
+        outcome = self._judged(order)
+        verdicts = [agreement.verdict for agreement in outcome.agreements]
+        if scoring.DISAGREES in verdicts and not self._kernels_hold():
             self.close()
             self.journal.forget()
-            return self.judge_text(subjects, text, kinds, others, deciding)
+            return self.judge(subjects, others, deciding)
         if others:
-            rest = [self._in_place_of(file, outcome.agreements) for file in others]
-            instead = self._judged(rest, text, kinds, divergence)
-            chosen = set(deciding())
-            instead.judged = [
-                judged for judged in rest if judged.subject.file_key not in chosen
+            substitutes = [self._in_place_of(file, outcome.agreements) for file in others]
+            stand_ins = self._judged(substitutes)
+            keys = set(deciding())
+            stand_ins.judged = [j for j in substitutes if j.subject.file_key not in keys]
+            stand_ins.scores = [
+                score for score in stand_ins.scores if score.subject.file_key not in keys
             ]
-            instead.scores = [
-                score for score in instead.scores if score.subject.file_key not in chosen
-            ]
-            files = [file for file in others if file.subject.key in chosen]
-            outcome.add(self._judged(files, text, kinds, divergence))
-            outcome.add(instead)
+            outcome.add(self._judged([f for f in others if f.subject.key in keys]))
+            outcome.add(stand_ins)
         for agreement in outcome.agreements:
-            name = f"{text.label}|{text.digest}"
+            name = f"{self.text.label}|{self.text.digest}"
             self.journal.run.store_result(
                 "agreement", agreement.subject, name, agreement.to_json()
             )
         return outcome
 
-    def _judged(
-        self,
-        order: Sequence[Judged],
-        text: EvaluationText,
-        kinds: Collection[str],
-        divergence: bool,
-    ) -> Outcome:
+    def _judged(self, order: Sequence[Judged]) -> Outcome:
         outcome = Outcome([judged for judged in order if judged is not self.original])
-        files = [judged for judged in order if isinstance(judged, JudgedArtifact)]
-        self._say_how_much(order, text, divergence)
+        files = _files(order)
+        self._say_how_much(order, self.text.items)
         # All others are compared with it.
-        base = (
-            None
-            if self.original is None
-            else self._windows(self.original, text, divergence=False)
-        )
-        self._at_once(files, text, divergence)
-        windows: dict[str, list[Reading]] = {}  # by identity
+        base = None if self.original is None else self._readings(self.original)
+        self._read_at_once(files)
+        readings: dict[str, list[Reading]] = {}  # by identity
         for judged in order:
             try:
-                scores = self._windows(
-                    judged, text, divergence and judged is not self.original
-                )
+                windows = self._readings(judged)
             except RUNTIME_ERRORS as error:
-                if isinstance(judged, JudgedModel):
-                    raise
-                outcome.failures[judged.label] = one_line(error)
+                outcome.failed(judged, error)
                 continue
-            windows[judged.identity] = scores
+            readings[judged.identity] = windows
             beside = None if judged is self.original else base
-            outcome.scores += self._scores(judged, text, scores, beside, kinds)
-        known = {judged.identity: judged.subject for judged in order}
-        few = text.first(scoring.COMPARED_WINDOWS)
+            outcome.scores += self._scores(judged, windows, beside)
+        subjects = {judged.identity: judged.subject for judged in order}
         for file in files:
-            if self.model is not None and (scores := windows.get(file.identity, [])):
-                self._compare(file, self.model, few, scores, known, divergence, outcome)
+            if self.original is not None and file.identity in readings:
+                windows = readings[file.identity]
+                self._compare(file, self.original.model, windows, subjects, outcome)
         return outcome
 
     def _in_place_of(
@@ -259,137 +248,141 @@ class Evaluator:
     ) -> Judged:
         """PyTorch that computes as the file's runtime was seen to compute; the file itself if that is not known, or if
         every window would read the weights from disk."""
-        verdicts = {
-            each.verdict for each in agreements if each.subject.target == file.target.name
-        }
-        if self.model is None or self.model.residency is not None or len(verdicts) != 1:
+        target = file.target.name
+        verdicts = {a.verdict for a in agreements if a.subject.target == target}
+        model = None if self.original is None else self.original.model
+        if model is None or model.residency is not None or len(verdicts) != 1:
             return file
         with suppress(*RUNTIME_ERRORS):  # reported when the file is compared
-            if (plain := file.counterpart(self.model)) is not None:
-                for meaning, other in _sides(file, plain):
-                    if meaning in verdicts and isinstance(other, JudgedModel):
-                        return other
+            if (plain := file.counterpart(model)) is not None:
+                for verdict, side in _sides(file, plain):
+                    if verdict in verdicts and isinstance(side, JudgedModel):
+                        return side
         return file
 
-    def _kernels_hold(self, text: EvaluationText) -> bool:
+    def _kernels_hold(self) -> bool:
         """Whether PyTorch's side is right: our kernels beside transformers' own code, on this text. If they are wrong,
         they are not used again."""
-        assert self.model is not None
-        if not (chain := self.model.chain).fast:
-            return True
-        chain.distrust(
-            chain.compared_kernels(torch.tensor([text.items[0].ids[:_CHECKED]]))
-        )
-        return chain.fast
+        assert self.original is not None
+        chain = self.original.model.chain
+        if chain.fast:
+            ids = torch.tensor([self.text.items[0].ids[:_CHECKED]])
+            chain.distrust(chain.compared_kernels(ids))
+            return chain.fast
+        return True
 
     def close(self) -> None:
-        if self._teacher is not None:
-            self._teacher.close()
-            self._teacher = None
+        if "_teacher" in self.__dict__:
+            self.__dict__.pop("_teacher").close()
 
     # -- windows -------------------------------------------------------------------------------------------
 
+    @property
+    def _first(self) -> Sequence[Window]:
+        """The windows on which files are compared with PyTorch."""
+        return self.text.items[: scoring.COMPARED_WINDOWS]
+
+    @cached_property
+    def _teacher(self) -> Session:
+        assert self.original is not None
+        return self.original.open()
+
+    def _stored(self, judged: Judged, windows: Sequence[Window]) -> dict[int, Reading]:
+        divergence = self._divergence and judged is not self.original
+        return self.journal.readings(judged, windows, divergence=divergence)
+
+    def _missing(self, judged: Judged, windows: Sequence[Window]) -> dict[int, Window]:
+        stored = self._stored(judged, windows)
+        return {i: window for i, window in enumerate(windows) if i not in stored}
+
     def _say_how_much(
-        self, every: Sequence[Judged], text: EvaluationText, divergence: bool
+        self, subjects: Sequence[Judged], windows: Sequence[Window]
     ) -> None:
         """Tells the progress display what comes now, and how much of it the journal has."""
-        single = {judged.identity: judged for judged in every}.values()
-        known = [
-            self.journal.readings(
-                j, text, divergence=divergence and j is not self.original
-            ).values()
-            for j in single
-        ]
-        self.progress.started(
-            _work(every, text), sum(w.targets for windows in known for w in windows)
+        tokens = sum(
+            reading.targets
+            for judged in {judged.identity: judged for judged in subjects}.values()
+            for reading in self._stored(judged, windows).values()
         )
+        self.progress.started(_work(subjects, windows), tokens)
 
-    def _at_once(
-        self, files: Sequence[JudgedArtifact], text: EvaluationText, divergence: bool
-    ) -> None:
-        """Runs several files at once and stores their scores; `_windows` computes what is still missing."""
-        missing = {}
-        for judged in {
-            judged.identity: judged for judged in files
-        }.values():  # two may be the same file
-            known = {*self.journal.readings(judged, text, divergence=divergence)}
-            for item in self._ahead(judged, text) if len(known) < len(text.items) else ():
-                if item.window not in known:
-                    self._keep(item, text, divergence)
-                    known.add(item.window)
-            if left := [index for index in range(len(text.items)) if index not in known]:
-                missing[judged] = left
-        longest = max(len(item.ids) for item in text.items)
-        columns = (
-            _MANY_COLUMNS if self.original is None else self._teacher_session().vocabulary
-        )
-        lanes, suitable = lanes_for(list(missing), longest * columns * _FLOAT_BYTES)
-        failed: set[Judged] = set()  # they fail again on their own, and are reported then
-        for item in side_by_side(
-            {judged: missing[judged] for judged in suitable}, text, lanes
-        ):
-            if item.judged not in failed:
-                try:
-                    self._keep(item, text, divergence)
-                except RUNTIME_ERRORS:
-                    failed.add(item.judged)
+    def _read_at_once(self, files: Sequence[JudgedArtifact]) -> None:
+        """Runs several files at once and stores their scores; `_readings` computes what is still missing."""
+        windows = self.text.items
+        waiting = {}
+        for judged in {file.identity: file for file in files}.values():
+            missing = self._missing(judged, windows)
+            for item in self._ahead(judged, self.text) if missing else ():
+                if missing.pop(item.window, None):
+                    self._keep(item)
+            if missing:
+                waiting[judged] = missing
+        longest = max(len(window.ids) for window in windows)
+        columns = _MANY_COLUMNS if self.original is None else self._teacher.vocabulary
+        logits_bytes = longest * columns * _FLOAT_BYTES
+        lanes, suitable = lanes_for([*waiting], logits_bytes, self._memory_budget)
+        for item in side_by_side({judged: waiting[judged] for judged in suitable}, lanes):
+            with suppress(*RUNTIME_ERRORS):  # it fails again on its own, and is reported
+                self._keep(item)
 
-    def _windows(
-        self, judged: Judged, text: EvaluationText, divergence: bool
+    def _readings(
+        self, judged: Judged, windows: Sequence[Window] | None = None
     ) -> list[Reading]:
-        """The scores of all windows: from the journal, or computed now."""
-        scores = self.journal.readings(judged, text, divergence=divergence)
-        if missing := [index for index in range(len(text.items)) if index not in scores]:
+        """All windows (or these, the first): from the journal, or computed now."""
+        windows = self.text.items if windows is None else windows
+        readings = self._stored(judged, windows)
+        if missing := self._missing(judged, windows):
             judged.check()
-            is_teacher = judged is self.original
             with (
-                nullcontext(self._teacher_session())
-                if is_teacher
-                else closing(judged.open()) as session
-            ):
-                for item in computed(judged, session, text, missing):
-                    scores[item.window] = self._keep(item, text, divergence)
-        return [scores[index] for index in range(len(text.items))]
+                nullcontext(self._teacher)
+                if judged is self.original
+                else closing(judged.open())
+            ) as session:
+                for item in computed(judged, session, missing):
+                    readings[item.window] = self._keep(item)
+        return [readings[index] for index in range(len(windows))]
 
-    def _keep(self, item: Arrived, text: EvaluationText, divergence: bool) -> Reading:
+    def _keep(self, item: Arrived) -> Reading:
         """Scores a window and stores it."""
-        window = text.items[item.window]
+        window = self.text.items[item.window]
+        compared = self._divergence and item.judged is not self.original
         begin = perf_counter()
-        teacher = self._teacher_session().logits(window.ids) if divergence else None
-        score = score_logits(item.logits, window, teacher, item.window)
-        score = replace(score, seconds=item.seconds + perf_counter() - begin)
+        teacher = self._teacher.logits(window.ids) if compared else None
+        reading = score_logits(item.logits, window, teacher, item.window)
+        reading = replace(reading, seconds=item.seconds + perf_counter() - begin)
         self.journal.store(RUNTIME, item.judged, "", item.runtime)
-        self.journal.store(READING, item.judged, window.key, score.to_json())
+        self.journal.store(READING, item.judged, window.key, reading.to_json())
         self.progress.advanced(
             window.targets, f"{item.judged.label}, window {item.window + 1}"
         )
-        return score
-
-    def _teacher_session(self) -> Session:
-        assert self.original is not None
-        if self._teacher is None:
-            self._teacher = self.original.open()
-        return self._teacher
+        return reading
 
     def _scores(
         self,
         judged: Judged,
-        text: EvaluationText,
-        scores: Sequence[Reading],
+        readings: Sequence[Reading],
         base: Sequence[Reading] | None,
-        kinds: Collection[str],
     ) -> Iterator[Score]:
         """`base`: the original's windows; None for the original itself, or without one."""
-        values: dict[str, Callable[[], dict[str, Estimate]]] = {
-            POSITIONS: lambda: position_values(scores, divergence=base is not None),
-            PERPLEXITY: lambda: likelihood_values(scores, base, images=text.task != TEXT),
-            **({} if base is None else {DIVERGENCE: lambda: divergence_values(scores)}),
-        }
-        for kind in (kind for kind in values if kind in kinds):
-            seconds = sum(s.seconds for s in scores)
-            protocol = dict(text.protocol)
+        text = self.text
+        values = {}
+        if POSITIONS in self._kinds:
+            values[POSITIONS] = position_values(readings, divergence=base is not None)
+        if PERPLEXITY in self._kinds:
+            images = text.task != TEXT
+            values[PERPLEXITY] = likelihood_values(readings, base, images=images)
+        if DIVERGENCE in self._kinds and base is not None:
+            values[DIVERGENCE] = divergence_values(readings)
+        seconds = sum(reading.seconds for reading in readings)
+        for kind, estimates in values.items():
             yield self.journal.score(
-                judged, kind, text.label, values[kind](), text.targets, protocol, seconds
+                judged,
+                kind,
+                text.label,
+                estimates,
+                text.targets,
+                {**text.protocol},
+                seconds,
             )
 
     # -- agreement -----------------------------------------------------------------------------------------
@@ -398,44 +391,46 @@ class Evaluator:
         self,
         judged: JudgedArtifact,
         model: LoadedModel,
-        text: EvaluationText,
-        scores: Sequence[Reading],
-        known: Mapping[str, Subject],
-        divergence: bool,
+        readings: Sequence[Reading],
+        subjects: Mapping[str, Subject],
         outcome: Outcome,
     ) -> None:
-        """A file with the same weights in PyTorch. `scores`: its own; `known`: what was scored besides, by identity."""
-        ours = scores[: len(text.items)]
-        theirs = scores
+        """A file with the same weights in PyTorch. `readings`: its own; `subjects`: what was scored besides, by
+        identity."""
+        actual = readings[: len(self._first)]
+        expected: Sequence[Reading] = ()
+        verdict = scoring.DISAGREES
         try:
             if (plain := judged.counterpart(model)) is None:
                 return
-            verdict = scoring.DISAGREES
-            same_weights = known.get(plain.identity, plain.subject)
-            for meaning, other in _sides(judged, plain):
-                self._say_how_much([other], text, divergence)
-                found = self._windows(other, text, divergence)
-                ours, theirs = (
-                    (found, theirs)
-                    if isinstance(other, JudgedArtifact)
-                    else (ours, found)
-                )
-                differences = scoring.differences(ours, theirs)
-                decided_by = same_weights if other is plain else other.subject
+            same_weights = subjects.get(plain.identity, plain.subject)
+            for meaning, side in _sides(judged, plain):
+                self._say_how_much([side], self._first)
+                windows = self._readings(side, self._first)
+                if isinstance(side, JudgedArtifact):
+                    actual = windows
+                else:
+                    expected = windows
+                differences = scoring.differences(actual, expected)
+                decided_by = same_weights if side is plain else side.subject
                 if scoring.within(differences):
                     verdict = meaning
                     break
         except UnlearntError:  # its weights cannot be made here; `Selection` has said so
             return
         except RUNTIME_ERRORS as error:
-            outcome.failures[judged.label] = (
-                f"not compared with PyTorch: {one_line(error)}"
-            )
+            reason = f"not compared with PyTorch: {one_line(error)}"
+            outcome.failures[judged.label] = reason
             return
         changes = {name: change for name, (change, _) in differences.items()}
         outcome.agreements.append(
             Agreement(
-                judged.subject, same_weights, decided_by, text.label, verdict, changes
+                judged.subject,
+                same_weights,
+                decided_by,
+                self.text.label,
+                verdict,
+                changes,
             )
         )
 
@@ -450,115 +445,10 @@ def _sides(judged: JudgedArtifact, plain: JudgedModel) -> Iterator[tuple[str, Ju
         yield scoring.IN_FLOAT32, exact
 
 
-def _work(every: Sequence[Judged], text: EvaluationText) -> float:
-    return float(text.targets * len({judged.identity for judged in every}))
+def _files(subjects: Sequence[Judged]) -> list[JudgedArtifact]:
+    return [judged for judged in subjects if isinstance(judged, JudgedArtifact)]
 
 
-# -- the logits of files: of one, or of several at once ------------------------------------------------------
-#
-# Several run each in its own thread with a share of the processors: a small model gains little from a second core, and
-# nothing while its file is opened. The number of threads changes speed only, so the results are the same as one by one.
-# The threads only compute logits.
-
-MOST = 8  # files at once
-_MEMORY_PER_FILE_BYTE = 2.5  # memory of a loaded file relative to its size
-_FREE_SHARE = 0.5  # of free memory to use
-
-
-@dataclass(frozen=True)
-class Arrived:
-    judged: Judged
-    window: int
-    logits: Logits
-    seconds: float
-    runtime: dict[str, Any]
-
-
-def computed(
-    judged: Judged, session: Session, text: EvaluationText, windows: Sequence[int]
-) -> Iterator[Arrived]:
-    """The logits of one subject's windows."""
-    for window in windows:
-        begin = perf_counter()
-        logits = session.logits(text.items[window].ids)
-        seconds = perf_counter() - begin
-        judged.check()  # a file that was deleted or changed may still be mapped in part: discard its numbers
-        yield Arrived(judged, window, logits, seconds, session.description)
-
-
-def lanes_for(
-    files: Sequence[JudgedArtifact], logits_bytes: int
-) -> tuple[int, list[JudgedArtifact]]:
-    """How many files to run at once, and which; none if the user set threads or devices, or memory is short.
-    `logits_bytes`: of a window; each lane holds two of them, the caller one more."""
-    free = [
-        f
-        for f in files
-        if f.settings.device == "CPU"
-        and not (f.settings.threads or f.settings.gpu_layers)
-    ]
-    fewest: dict[JudgedArtifact, int | None] = {}
-    for judged in free if free[1:] else ():
-        with suppress(*RUNTIME_ERRORS):  # reported when it is scored alone
-            judged.target.prepare()  # load its libraries here, not in several threads at once
-            fewest[judged] = judged.target.fewest_threads(judged.path)
-    room = _FREE_SHARE * psutil.virtual_memory().available
-    for lanes in range(min(len(fewest), processors(), MOST), 1, -1):
-        suitable = [
-            judged
-            for judged, least in fewest.items()
-            if least and least <= processors() // lanes
-        ]
-        sizes = sorted(
-            sum(path.stat().st_size for path in f.files if path.is_file())
-            for f in suitable
-        )
-        need = (
-            sum(sizes[-lanes:]) * _MEMORY_PER_FILE_BYTE + (2 * lanes + 1) * logits_bytes
-        )
-        if len(suitable) >= lanes and need < room:
-            return lanes, suitable
-    return 1, []
-
-
-def side_by_side(
-    missing: Mapping[JudgedArtifact, Sequence[int]], text: EvaluationText, lanes: int
-) -> Iterator[Arrived]:
-    """The logits of the missing windows of each file as they arrive; a file that fails is left out from then on.
-
-    Every file gets a new thread: llama.cpp's AMX tiles do not survive OpenVINO's in the same thread
-    (docs/troubleshooting.md).
-    """
-    waiting = list(missing)
-    threads = processors() // lanes
-    running: dict[
-        Future[Arrived | None], tuple[ThreadPoolExecutor, Generator[Arrived]]
-    ] = {}
-
-    def of_file(judged: JudgedArtifact) -> Generator[Arrived]:
-        """Runs in the file's thread, one window at a time."""
-        judged.check()
-        with closing(judged.open(threads)) as session:
-            yield from computed(judged, session, text, missing[judged])
-
-    try:
-        while waiting or running:
-            while waiting and len(running) < lanes:
-                thread = ThreadPoolExecutor(1)
-                logits = of_file(waiting.pop(0))
-                running[thread.submit(next, logits, None)] = thread, logits
-            done = next(iter(wait(running, return_when=FIRST_COMPLETED).done))
-            try:
-                arrived = done.result()
-            except RUNTIME_ERRORS:
-                arrived = None  # reported when it is scored alone
-            thread, logits = running.pop(done)
-            if arrived is None:
-                thread.shutdown()
-            else:
-                running[thread.submit(next, logits, None)] = thread, logits
-                yield arrived
-    finally:
-        for thread, logits in running.values():
-            thread.submit(logits.close)  # after the window that it computes now
-            thread.shutdown()
+def _work(subjects: Sequence[Judged], windows: Sequence[Window]) -> float:
+    tokens = sum(window.targets for window in windows)
+    return float(tokens * len({judged.identity for judged in subjects}))

@@ -25,6 +25,7 @@ from kl_lens.base.errors import (
     UnlearntError,
 )
 from kl_lens.base.files import RECORD_FILE
+from kl_lens.base.system import DEFAULT_MEMORY
 from kl_lens.judging.torch_session import TorchSession
 from kl_lens.model import ImageTask, LanguageTask, LoadedModel, Task
 from kl_lens.model.files import read_config
@@ -47,8 +48,6 @@ from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 TORCH = "torch"
 SAMPLE_TOKENS = 32  # in the report's samples of text
-# Bytes of the original's outputs that are kept for comparing several subjects.
-REMEMBERED = 2 * 10**9
 # What a runtime may raise for a damaged or missing file, besides our own errors.
 RUNTIME_ERRORS = (KLLensError, OSError, RuntimeError)
 
@@ -58,13 +57,11 @@ class Judged(ABC):
 
     subject: Subject
 
+    identity: str
+
     @property
     def label(self) -> str:
         return self.subject.label
-
-    @property
-    @abstractmethod
-    def identity(self) -> str: ...
 
     @abstractmethod
     def open(self) -> Session: ...
@@ -84,36 +81,33 @@ class JudgedModel(Judged):
         subject: Subject | None = None,
         deployed: Target | None = None,
         caches: Mapping[str, str] | None = None,
+        memory_budget: int = DEFAULT_MEMORY,
     ) -> None:
+        self._memory_budget = memory_budget
         self.model = model
         self.recipes = dict(recipes or {})
         self.deployed = deployed
         self.caches = dict(caches or {})
-        self.subject = subject or Subject(
-            ORIGINAL, digest=plan_digest({}, model.fingerprint)
-        )
+        digest = plan_digest({}, model.fingerprint)
+        self.subject = subject or Subject(ORIGINAL, digest=digest)
 
     @classmethod
     def of_plan(
-        cls,
-        model: LoadedModel,
-        name: str,
-        assignment: Mapping[str, str],
-        statistics: str | None = None,
+        cls, model: LoadedModel, plan: Plan, name: str | None = None
     ) -> JudgedModel:
-        """`statistics`: the digest in the plan. Raises if the model has others."""
-        learnt = model.weights.learnt_by(parsed(assignment).values(), statistics)
-        subject = Subject(
-            PLAN, name, digest=plan_digest(assignment, model.fingerprint, learnt)
-        )
-        return cls(model, planned_recipes(model, assignment), subject)
+        """Raises if the model has other statistics than the plan was made with."""
+        assignment = plan.assignment
+        learnt = model.weights.learnt_by(parsed(assignment).values(), plan.statistics)
+        digest = plan_digest(assignment, model.fingerprint, learnt)
+        subject = Subject(PLAN, name or plan.name, digest=digest)
+        return cls(model, planned_recipes(model, assignment), subject, caches=plan.caches)
 
     @cached_property
     def _weights(self) -> object:
         return self.model.weights.digests(self.recipes)
 
     @property
-    def identity(self) -> str:
+    def identity(self) -> str:  # type: ignore[override]
         parameter = next(self.model.model.parameters())
         fast = self.model.chain.uses_kernels()
         return content_digest(
@@ -129,12 +123,12 @@ class JudgedModel(Judged):
         )
 
     def open(self) -> Session:
-        remember = REMEMBERED if self.subject.what == ORIGINAL else 0
+        """The original keeps outputs, for comparing several subjects."""
         return TorchSession(
             self.model,
             self.recipes,
             deployed=self.deployed,
-            remember=remember,
+            memory_budget=self._memory_budget if self.subject.what == ORIGINAL else 0,
             caches=self.caches,
         )
 
@@ -157,25 +151,21 @@ class JudgedArtifact(Judged):
             self.path, self.artifact, self.target.name, plan, self.settings.unusual
         )
         # The files that hold weights and graph.
-        own = (
-            None
+        paths = (
+            self.target.loaded_files(self.path)
             if self.artifact is None
             else [self.path / name for name in self.artifact.files]
         )
-        names = self.target.loaded_files(self.path) if own is None else own
-        self.files = tuple(path for path in names if path.is_file())
-        self._seen = self._stamps()
-        self._identity = content_digest(
+        self.files = tuple(path for path in paths if path.is_file())
+        self._stamps = self._read_stamps()
+        self.bytes = sum(size for size, _ in self._stamps)
+        self.identity = content_digest(
             {
                 "files": [file_digest(file) for file in self.files],
                 "settings": self.settings.unusual,
                 "runtime": [self.target.name, self.target.version, platform.machine()],
             }
         )
-
-    @property
-    def identity(self) -> str:
-        return self._identity
 
     def open(self, threads: int | None = None) -> Session:
         settings = self.settings
@@ -184,17 +174,15 @@ class JudgedArtifact(Judged):
         return self.target.open(self.path, settings)
 
     def check(self) -> None:
-        if self._stamps() != self._seen:
+        if self._read_stamps() != self._stamps:
             raise TargetError(
                 f"{self.path}: its files changed during the evaluation; evaluate it again"
             )
 
-    def _stamps(self) -> list[tuple[int, int]]:
+    def _read_stamps(self) -> list[tuple[int, int]]:
         try:
-            return [
-                (status.st_size, status.st_mtime_ns)
-                for status in map(Path.stat, self.files)
-            ]
+            stats = [path.stat() for path in self.files]
+            return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
         except OSError as error:
             raise TargetError(
                 f"{error.filename} is gone; export {self.label} again"
@@ -217,11 +205,9 @@ class JudgedArtifact(Judged):
                 if tensor.component in candidates:
                     recipes[tensor.component] = Recipe.parse(tensor.realised)
         for tensor in self.artifact.tensors:
-            known = recipes.get(tensor.component) if tensor.weights else None
-            if (
-                known is not None
-                and model.weights.digest(tensor.component, known) != tensor.weights
-            ):
+            name = tensor.component
+            checked = tensor.weights and name in recipes
+            if checked and model.weights.digest(name, recipes[name]) != tensor.weights:
                 raise TargetError(
                     f"{tensor.component} in {tensor.realised} is not the exported weight (another quantizer version or "
                     "other statistics); export it again"
@@ -240,19 +226,15 @@ class JudgedArtifact(Judged):
     def in_float32(self) -> JudgedArtifact | None:
         """The same file computed in float32; None if the runtime cannot, or already does."""
         settings = self.target.in_float32(self.settings)
-        return (
-            None if settings is None else JudgedArtifact(self.path, settings, self._plan)
-        )
+        if settings is None:
+            return None
+        return JudgedArtifact(self.path, settings, self._plan)
 
     def _stand_in(self, **settings: str) -> Subject:
-        outside = {} if self._plan else {"path": self.subject.settings["path"]}
-        return Subject(
-            PLAN,
-            self.subject.plan,
-            self.target.name,
-            outside | settings,
-            self.subject.digest,
-        )
+        subject = self.subject
+        outside = {} if self._plan else {"path": subject.settings["path"]}
+        target = self.target.name
+        return Subject(PLAN, subject.plan, target, outside | settings, subject.digest)
 
 
 def planned_recipes(
@@ -294,20 +276,16 @@ class Selection:
                 return
             if model is not None:
                 judged.counterpart(model)
-        except (
-            UnlearntError
-        ) as error:  # a file from outside the run: scored, but not compared
+        # A file from outside the run: scored, but not compared.
+        except UnlearntError as error:
             self.notes.append(f"{path} is not compared with PyTorch: {error}")
         except (KLLensError, OSError) as error:
             self.failures["/".join(key) if key else str(path)] = str(error)
             return
         if run is not None and key is not None and not is_current(run, judged.subject):
-            older = judged.artifact is not None
-            reason = (
-                "was exported from an older version of its plan"
-                if older
-                else f"has lost its record ({RECORD_FILE})"
-            )
+            reason = "was exported from an older version of its plan"
+            if judged.artifact is None:
+                reason = f"has lost its record ({RECORD_FILE})"
             self.notes.append(f"{judged.label} {reason}; export it again")
         self.subjects.append(judged)
 
@@ -320,13 +298,10 @@ def given_subjects(
 ) -> Selection:
     """Files given by path."""
     selection = Selection()
-    places = (
-        {}
-        if run is None
-        else {place.resolve(): key for key, place in exported_places(run).items()}
-    )
+    folders = {} if run is None else exported_places(run)
+    keys = {folder.resolve(): key for key, folder in folders.items()}
     for path in paths:
-        key = places.get((path.parent if path.is_file() else path).resolve())
+        key = keys.get((path.parent if path.is_file() else path).resolve())
         selection.add_artifact(path, settings, model, run, key)
     return selection
 
@@ -343,37 +318,30 @@ def run_subjects(
     """A run's plans in PyTorch (target `torch`) and its exported files. `stored`: the run's plans, or why one cannot be
     read; `plans`: of them, separated by commas, or `all`."""
     selection = Selection()
-    wanted = named_plans(plans)
-    known = dict[str, Plan]()
+    read = dict[str, Plan]()
     for name, plan in stored.items():
         if isinstance(plan, KLLensError):
             selection.failures[f"{TORCH}/{name}"] = str(plan)
         else:
-            known[name] = plan
-    for asked in wanted or ():
-        if asked not in known:
+            read[name] = plan
+    names = named_plans(plans)
+    for name in names or ():
+        if name not in read:
             raise PlanError(
-                selection.failures.get(f"{TORCH}/{asked}")
-                or f"{run.folder} has no plan {asked!r}; it has {', '.join(sorted(known)) or 'none'}"
+                selection.failures.get(f"{TORCH}/{name}")
+                or f"{run.folder} has no plan {name!r}; it has {', '.join(sorted(read)) or 'none'}"
             )
-    chosen = {name: known[name] for name in (known if wanted is None else wanted)}
-    if targets is None or TORCH in targets:
-        for name, plan in chosen.items():
+    for name in read if names is None else names:
+        if targets is None or TORCH in targets:
             try:
-                judged = JudgedModel.of_plan(
-                    model, name, plan.assignment, plan.statistics
-                )
-                judged.caches = plan.caches
-                selection.subjects.append(judged)
-            except (
-                FormatError
-            ) as error:  # made with other statistics than the run has now
+                selection.subjects.append(JudgedModel.of_plan(model, read[name], name))
+            except FormatError as error:  # made with other statistics than the run has
                 selection.failures[f"{TORCH}/{name}"] = str(error)
-    for key, place in exported_places(run).items():
-        if (targets is None or key[0] in targets) and (
-            wanted is None or key[1] in wanted
-        ):
-            selection.add_artifact(place, settings, model, run, key)
+    for key, folder in exported_places(run).items():
+        target, name = key
+        of_target = targets is None or target in targets
+        if of_target and (names is None or name in names):
+            selection.add_artifact(folder, settings, model, run, key)
     return selection
 
 

@@ -14,30 +14,33 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import numpy as np
 import yaml
-from lm_eval import evaluate, tasks
+from lm_eval import simple_evaluate, tasks
 from lm_eval.api import task as api_task
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from kl_lens.base.errors import KLLensError, TextError, one_line
 from kl_lens.base.files import write_text
 from kl_lens.base.progress import Progress
 from kl_lens.judging.evaluator import ANSWERS, EXAMPLES, RUNTIME, Outcome, ScoreJournal
-from kl_lens.judging.judged import RUNTIME_ERRORS, Judged, JudgedModel, likeliest
+from kl_lens.judging.judged import RUNTIME_ERRORS, Judged, likeliest
 from kl_lens.judging.tasks import TaskData, TaskExamples, task_values
 from kl_lens.judging.texts import decode, protocol_digest
+from kl_lens.measuring.engines import ranges
 from kl_lens.run.records import ORIGINAL
 from kl_lens.targets.session import Logits, Session
 
 # Answers stored together: what a kill can lose.
 ANSWERS_TOGETHER = 32
-LONGEST_GENERATION = 256
 
 TokenRequest = tuple[Any, list[int], list[int]]  # (text or None, context, continuation)
 Answer = tuple[float, bool]
@@ -77,7 +80,7 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
     Each request is one call of `session.logits` on context and continuation, because a recurrent runtime cannot return
     to the state after a shared context. Requests with the same input share one call: those with one-token continuations
     (A, B, C, D) all read the same row. Inputs longer than `max_length` lose their beginning, as in lm-eval's own.
-    `kept`: given a key and a function, returns stored answers, or stores what the function returns. `begun` and
+    `stored`: given a key and a function, returns stored answers, or stores what the function returns. `begun` and
     `advanced` hear the number of requests, and of those answered.
     """
 
@@ -87,9 +90,7 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         tokenizer: Any,
         *,
         max_length: int = 2048,
-        kept: Callable[[str, Callable[[], list[Any]]], list[Any]] = lambda key, answer: (
-            answer()
-        ),
+        stored: Callable[[str, Callable[[], Any]], Any] = lambda key, answers: answers(),
         begun: Callable[[int], None] = lambda count: None,
         advanced: Callable[[int], None] = lambda count: None,
     ) -> None:
@@ -97,21 +98,15 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         self.session = session
         self.tokenizer = tokenizer
         self.max_length = max_length
-        self._stored = kept
+        self._stored = stored
         self._begun = begun
         self._advanced = advanced
-        self._last: tuple[list[int], Logits] | None = None
+        self._fed: list[int] = []  # what the logits are of
+        self._logits: Logits | None = None
 
     @property
     def eot_token_id(self) -> int:
-        return (
-            self.prefix_token_id
-            if self.tokenizer.eos_token_id is None
-            else int(self.tokenizer.eos_token_id)
-        )
-
-    @property
-    def prefix_token_id(self) -> int:
+        """In place of an empty context."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
@@ -123,15 +118,10 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Adds the tokenizer's special tokens by default, as lm-eval's own class for transformers does."""
-        beginning = getattr(self.tokenizer, "bos_token", None)
-        if add_special_tokens is None and beginning and string.startswith(beginning):
-            add_special_tokens = False
-        options = (
-            {}
-            if add_special_tokens is None
-            else {"add_special_tokens": add_special_tokens}
-        )
-        return [int(token) for token in self.tokenizer.encode(string, **options)]
+        if add_special_tokens is None:
+            beginning = getattr(self.tokenizer, "bos_token", None)
+            add_special_tokens = not (beginning and string.startswith(beginning))
+        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
@@ -150,40 +140,38 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[str]:
         self._begun(len(requests))
-        return [
-            self._kept([list(request.args)], self._generate)[0] for request in requests
-        ]
+        answers = (self._answers([request.args], self._generate) for request in requests)
+        return [text for (text,) in answers]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenRequest], **_: Any
     ) -> list[Answer]:
-        answers: list[Answer] = []
-        for first in range(0, len(requests), ANSWERS_TOGETHER):
-            pairs = [
-                [context, rest]
-                for _, context, rest in requests[first : first + ANSWERS_TOGETHER]
-            ]
-            answers += [
-                (float(total), bool(greedy))
-                for total, greedy in self._kept(pairs, self._likelihood)
-            ]
-        return answers
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        groups = (
+            pairs[part.start : part.stop] for part in ranges(len(pairs), ANSWERS_TOGETHER)
+        )
+        answers = (
+            answer
+            for group in groups
+            for answer in self._answers(group, self._likelihood)
+        )
+        return [(float(total), bool(greedy)) for total, greedy in answers]
 
-    def _kept(self, requests: list[list[Any]], answer: Callable[..., Any]) -> list[Any]:
+    def _answers(self, requests: Sequence[Any], answer: Callable[..., Any]) -> list[Any]:
         """Stored or new answers to these requests."""
-        key = hashlib.blake2b(
-            json.dumps([self.max_length, requests]).encode(), digest_size=12
-        ).hexdigest()
+        content = json.dumps([self.max_length, requests]).encode()
+        key = hashlib.blake2b(content, digest_size=12).hexdigest()
         answers = self._stored(key, lambda: [answer(*request) for request in requests])
         self._advanced(len(requests))
-        return answers
+        return list(answers)
 
     def _likelihood(self, context: list[int], continuation: list[int]) -> Answer:
         """ln p(continuation | context), and whether each token was the most likely one."""
         fed = [*context, *continuation][-(self.max_length + 1) :][:-1]
-        if self._last is None or self._last[0] != fed:
-            self._last = (fed, self.session.logits(fed))
-        rows = self._last[1][-len(continuation) :].astype(np.float64)
+        if self._logits is None or self._fed != fed:
+            self._logits = self.session.logits(fed)
+            self._fed = fed
+        rows = self._logits[-len(continuation) :].astype(np.float64)
         scored = np.asarray(continuation[-len(rows) :])
         largest = rows.max(-1)
         normaliser = largest + np.log(np.exp(rows - largest[:, None]).sum(-1))
@@ -195,22 +183,19 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
             raise KLLensError(
                 "only greedy generation is supported; this task asks for sampling"
             )
-        stops = settings.get("until") or []
-        stops = [stop for stop in ([stops] if isinstance(stops, str) else stops) if stop]
-        most = int(settings.get("max_gen_toks") or LONGEST_GENERATION)
+        settings = normalize_gen_kwargs(settings)
+        stops = [stop for stop in settings["until"] if stop]
+        most = settings["max_gen_toks"]
         ids = self.tok_encode(context)[-max(1, self.max_length - most) :]
-        new: list[int] = []
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        tokens: list[int] = []
         text = ""
-        for token in likeliest(
-            self.session, ids, getattr(self.tokenizer, "eos_token_id", None), most
-        ):
-            new.append(token)
-            text = decode(self.tokenizer, new)
+        for token in likeliest(self.session, ids, end, most):
+            tokens.append(token)
+            text = decode(self.tokenizer, tokens)
             if any(stop in text for stop in stops):
                 break
-        for stop in stops:
-            text = text.split(stop)[0]
-        return text
+        return str(postprocess_generated_text(text, stops, None))
 
 
 # -- tasks ---------------------------------------------------------------------------------------------------
@@ -229,7 +214,7 @@ def judge_task(
     """Scores of all subjects on one task, stored in the journal; the original, if included, goes first. Answers are
     stored a few at a time, so that an interrupted task can resume. `max_length`: tokens of context and continuation
     together; `limit`: only the first examples of each task."""
-    progress = progress or Progress()
+    shown = progress or Progress()
     protocol = {
         "task": task.name,
         **task.source,
@@ -237,47 +222,51 @@ def judge_task(
         "max_length": max_length,
     }
     outcome = Outcome()
-    original = dict[str, TaskExamples]()
+    originals = dict[str, TaskExamples]()
     order = sorted(subjects, key=lambda judged: judged.subject.what != ORIGINAL)
+
+    def answered(judged: Judged, position: int) -> list[dict[str, Any]]:
+        judged.check()
+        with contextlib.closing(judged.open()) as session:
+            journal.store(RUNTIME, judged, "", session.description)
+            model = SessionLM(
+                session,
+                tokenizer,
+                max_length=max_length,
+                stored=partial(journal.kept, ANSWERS, judged),
+                begun=lambda count: shown.started(count * len(order), count * position),
+                advanced=lambda count: shown.advanced(count, judged.label),
+            )
+            return [examples.to_json() for examples in run_task(model, task, limit=limit)]
+
     for position, judged in enumerate(order):
-
-        def examples(
-            position: int = position, judged: Judged = judged
-        ) -> list[dict[str, Any]]:
-            judged.check()
-            with contextlib.closing(judged.open()) as session:
-                journal.store(RUNTIME, judged, "", session.description)
-                model = SessionLM(
-                    session,
-                    tokenizer,
-                    max_length=max_length,
-                    kept=lambda key, answer: journal.kept(ANSWERS, judged, key, answer),
-                    begun=lambda count: progress.started(
-                        float(count * len(order)), float(count * position)
-                    ),
-                    advanced=lambda count: progress.advanced(float(count), judged.label),
-                )
-                return [one.to_json() for one in run_task(model, task, limit=limit)]
-
         begin = time.perf_counter()
+        compute = partial(answered, judged, position)
         try:
-            known = journal.kept(EXAMPLES, judged, protocol_digest(protocol), examples)
+            stored = journal.kept(EXAMPLES, judged, protocol_digest(protocol), compute)
         except RUNTIME_ERRORS as error:
-            if isinstance(judged, JudgedModel):
-                raise
-            outcome.failures[judged.label] = one_line(error)
+            outcome.failed(judged, error)
             continue
-        for found in map(TaskExamples.from_json, known):
-            values = task_values(found, original.get(found.task))
+        for examples in map(TaskExamples.from_json, stored):
+            values = task_values(examples, originals.get(examples.task))
             if judged.subject.what == ORIGINAL:
-                original[found.task] = found
-            tokens = len(next(iter(found.metrics.values())))
+                originals[examples.task] = examples
+            count = len(next(iter(examples.metrics.values())))
             seconds = time.perf_counter() - begin
-            how = protocol | {
-                name: getattr(found, name) for name in ("few_shot", "version", "chance")
+            details = {
+                name: getattr(examples, name)
+                for name in ("few_shot", "version", "chance")
             }
             outcome.scores.append(
-                journal.score(judged, "task", found.task, values, tokens, how, seconds)
+                journal.score(
+                    judged,
+                    "task",
+                    examples.task,
+                    values,
+                    count,
+                    protocol | details,
+                    seconds,
+                )
             )
     return outcome
 
@@ -288,42 +277,38 @@ def run_task(
     """Runs one task, or all tasks of a group such as `lambada`, with any lm-eval model."""
     with _quiet(), tempfile.TemporaryDirectory() as scratch:
         loaded = _loaded(task, Path(scratch))
-        for one in loaded["tasks"].values():
-            one.set_config(key="num_fewshot", value=one.get_config("num_fewshot") or 0)
-            one.set_fewshot_seed(seed=1234)
-        results: Any = evaluate(
-            lm=language_model,
-            task_dict=loaded,
+        results: Any = simple_evaluate(
+            language_model,
+            tasks=[*loaded.values()],
             limit=limit,
-            log_samples=True,
             bootstrap_iters=0,
+            task_manager=_manager(index=False),
         )
-        return [_examples(name, one, results) for name, one in loaded["tasks"].items()]
+        return [_examples(name, single, results) for name, single in loaded.items()]
 
 
-def _loaded(task: TaskData, scratch: Path) -> Any:
+def _loaded(task: TaskData, scratch: Path) -> dict[str, Any]:
+    """lm-eval's tasks by name."""
     try:
         if task.files:
-            write_text(
-                scratch / f"{task.name}.yaml", yaml.safe_dump(_config(task, scratch))
-            )
-            return _manager(index=False).load([str(scratch / f"{task.name}.yaml")])
+            path = scratch / f"{task.name}.yaml"
+            write_text(path, yaml.safe_dump(_config(task, scratch)))
+            return dict(_manager(index=False).load(str(path))["tasks"])
         if task.name not in _manager().all_tasks:
             raise TextError(
                 f"--tasks {task.name}: lm-eval has no such task; `lm-eval ls tasks` lists them"
             )
-        return _manager().load([task.name])
+        return dict(_manager().load(task.name)["tasks"])
     except KLLensError:
         raise
     except Exception as error:  # datasets and the hub raise all kinds of errors: no connection, gated, moved
-        if task.files:
-            raise TextError(
-                f"task {task.name}: its files cannot be read: {one_line(error)}"
-            ) from error
-        raise TextError(
-            f"task {task.name}: its data could not be downloaded from the hub ({one_line(error)}); "
+        reason = (
+            f"its files cannot be read: {one_line(error)}"
+            if task.files
+            else f"its data could not be downloaded from the hub ({one_line(error)}); "
             f"go online, or give local files with --task-data DIR ({task.name}_test.jsonl)"
-        ) from error
+        )
+        raise TextError(f"task {task.name}: {reason}") from error
 
 
 @functools.cache
@@ -334,28 +319,22 @@ def _manager(*, index: bool = True) -> Any:
 
 def _config(task: TaskData, scratch: Path) -> dict[str, Any]:
     """An lm-eval task that reads the local files; `scratch` is the cache of `datasets`."""
-    judged = next(
-        (split for split in ("test", "validation") if split in task.files), None
-    )
-    if judged is None:
+    path = task.files.get("test") or task.files.get("validation")
+    if path is None:
         raise TextError(
             f"{task.files['train']}: only a training split; add a _test or _validation file"
         )
     try:
-        with task.files[judged].open(encoding="utf-8") as file:
-            row = dict(json.loads(next(line for line in file if line.strip())))
+        with path.open(encoding="utf-8") as file:
+            row = dict(json.loads(next(filter(str.strip, file))))
     except (ValueError, TypeError, OSError, StopIteration):
+        raise TextError(f"{path}: its first line is not a JSON object") from None
+    own_file = _own_file(task.name)
+    layouts = (layout for fields, layout in _LAYOUTS.items() if set(fields) <= set(row))
+    layout = next(layouts, None)
+    if layout is None and own_file is None:
         raise TextError(
-            f"{task.files[judged]}: its first line is not a JSON object"
-        ) from None
-    known = _own_file(task.name)
-    layout = next(
-        (settings for fields, settings in _LAYOUTS.items() if set(fields) <= set(row)),
-        None,
-    )
-    if layout is None and known is None:
-        raise TextError(
-            f"{task.files[judged]}: lm-eval has no task {task.name!r}, so rows need the fields "
+            f"{path}: lm-eval has no task {task.name!r}, so rows need the fields "
             f"{' or '.join(map('+'.join, _LAYOUTS))}; they have {', '.join(row)}"
         )
     # Few-shot examples come from the training file or, without one, from the others.
@@ -366,7 +345,7 @@ def _config(task: TaskData, scratch: Path) -> dict[str, Any]:
         "fewshot": "train",
     }
     return {
-        **({} if known is None else {"include": str(known)}),
+        **({} if own_file is None else {"include": str(own_file)}),
         "task": task.name,
         "dataset_path": "json",
         "dataset_name": None,
@@ -396,37 +375,30 @@ def _own_file(name: str) -> Path | None:
 def _examples(name: str, task: Any, results: Mapping[str, Any]) -> TaskExamples:
     samples = results["samples"][name]
     better = results["higher_is_better"][name]
-    metrics: dict[str, list[tuple[int, float]]] = {}
+    metrics: dict[str, dict[int, float]] = {}
     for sample in samples:
+        suffix = "" if sample["filter"] == "none" else f"@{sample['filter']}"
         for metric in sample["metrics"]:
             if isinstance(sample[metric], bool | int | float):
-                label = (
-                    metric
-                    if sample["filter"] == "none"
-                    else f"{metric}@{sample['filter']}"
-                )
-                metrics.setdefault(label, []).append(
-                    (int(sample["doc_id"]), float(sample[metric]))
-                )
+                values = metrics.setdefault(metric + suffix, {})
+                values[sample["doc_id"]] = float(sample[metric])
     if not metrics:
         raise KLLensError(
             f"task {name} has no numeric metric per example, so it cannot be compared"
         )
-    choices = [
-        len(task.doc_to_choice(s["doc"]))
-        for s in samples
-        if task.OUTPUT_TYPE == "multiple_choice"
-    ]
+    chance = None
+    if task.OUTPUT_TYPE == "multiple_choice":
+        chance = float(np.mean([1 / len(task.doc_to_choice(s["doc"])) for s in samples]))
     return TaskExamples(
         task=name,
         metrics={
-            label: tuple(value for _, value in sorted(pairs))
-            for label, pairs in metrics.items()
+            label: tuple(values[index] for index in sorted(values))
+            for label, values in metrics.items()
         },
         higher_is_better={
             label: bool(better.get(label.split("@")[0], True)) for label in metrics
         },
-        chance=float(np.mean([1 / count for count in choices])) if choices else None,
+        chance=chance,
         version=str(results["versions"].get(name, "")),
         few_shot=int(task.get_config("num_fewshot")),
     )
@@ -436,11 +408,10 @@ def _examples(name: str, task: Any, results: Mapping[str, Any]) -> TaskExamples:
 def _quiet() -> Iterator[None]:
     """Silences lm-eval and datasets: we show our own progress."""
     datasets.disable_progress_bars()
-    bars, api_task.tqdm = api_task.tqdm, functools.partial(api_task.tqdm, disable=True)
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with patch.object(api_task, "tqdm", partial(api_task.tqdm, disable=True)):
+            yield
     finally:
-        api_task.tqdm = bars
         logging.disable(before)

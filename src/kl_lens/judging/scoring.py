@@ -15,7 +15,7 @@ from kl_lens.base.errors import TargetError
 from kl_lens.judging.texts import EvaluationText, Window
 from kl_lens.measuring.metrics import KL_TEACHER_STUDENT, TeacherRows, compare, named_sums
 from kl_lens.run.positions import by_position
-from kl_lens.run.readings import CORRECT, KL, NLL, WORDS, Reading, Tokens, packed, ratio
+from kl_lens.run.readings import CORRECT, KL, NLL, WORDS, Reading, packed, paired_by_token
 from kl_lens.run.records import Estimate, Record, Subject
 from kl_lens.targets.session import Logits, Session
 
@@ -63,11 +63,13 @@ def score_text(
     session: Session, text: EvaluationText, teacher: Session | None = None
 ) -> list[Reading]:
     """Scores all windows, without a journal."""
-    both = (
+    windows = (
         (w, session.logits(w.ids), None if teacher is None else teacher.logits(w.ids))
         for w in text.items
     )
-    return [score_logits(own, window, original) for window, own, original in both]
+    return [
+        score_logits(logits, window, original) for window, logits, original in windows
+    ]
 
 
 def position_values(
@@ -102,6 +104,7 @@ KL_SHARE = 0.02
 SCATTER = 10.0  # how many times larger scatter may be
 STRETCH = 8  # tokens
 _FIVE_SIGMA = 1 - 2.87e-7  # one-sided
+_NAMES = {NLL: "cross_entropy", KL: "kl_mean"}
 
 AGREES = "agrees"
 AS_DEPLOYED = "agrees as deployed"
@@ -147,42 +150,24 @@ def differences(
     artifact: Sequence[Reading], counterpart: Sequence[Reading]
 ) -> dict[str, tuple[Estimate, float]]:
     """Each difference, paired by token, and its limit."""
-    losses = [score.by_token(NLL) for score in artifact]
-    expected_losses = [score.by_token(NLL) for score in counterpart]
-    most = SCATTER * CROSS_ENTROPY_FLOOR
-    if not all(KL in score.arrays for score in (*artifact, *counterpart)):
-        change = _judged(losses, expected_losses, CROSS_ENTROPY_FLOOR, most)
-        return {"cross_entropy": change}
-    divergences = [score.by_token() for score in artifact]
-    expected_divergences = [score.by_token() for score in counterpart]
-    kl = float(np.concatenate(expected_divergences).mean())
-    floor = KL_FLOOR + KL_SHARE * kl
-    # Where rounding itself costs much, two roundings of one model scatter by about as much.
-    most = max(most, kl)
-    return {
-        "cross_entropy": _judged(losses, expected_losses, CROSS_ENTROPY_FLOOR, most),
-        "kl_mean": _judged(divergences, expected_divergences, floor, SCATTER * floor),
-    }
+    readings = (*artifact, *counterpart)
+    limits = {NLL: (CROSS_ENTROPY_FLOOR, SCATTER * CROSS_ENTROPY_FLOOR)}
+    if all(KL in reading.arrays for reading in readings):
+        kl = float(np.concatenate([reading.by_token() for reading in counterpart]).mean())
+        floor = KL_FLOOR + KL_SHARE * kl
+        # Where rounding itself costs much, two roundings of one model scatter by about as much.
+        limits[NLL] = (CROSS_ENTROPY_FLOOR, max(SCATTER * CROSS_ENTROPY_FLOOR, kl))
+        limits[KL] = (floor, SCATTER * floor)
+    changes = {}
+    for array, (floor, most) in limits.items():
+        change, stretches = paired_by_token(artifact, counterpart, array, STRETCH)
+        limit = most  # too little to tell scatter from a difference
+        if stretches > 1:
+            scatter = float(stdtrit(stretches - 1, _FIVE_SIGMA)) * change.standard_error
+            limit = min(max(floor, scatter), most)
+        changes[_NAMES[array]] = (change, limit)
+    return changes
 
 
 def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
     return all(abs(change.value) <= limit for change, limit in changes.values())
-
-
-def _judged(
-    actual: Sequence[Tokens], expected: Sequence[Tokens], floor: float, most: float
-) -> tuple[Estimate, float]:
-    """The mean difference of all tokens, and its limit, which is between `floor` and `most`."""
-    sums = []
-    sizes = []
-    for window, expected_window in zip(actual, expected, strict=True):
-        # The last stretch takes what is left over.
-        starts = STRETCH * np.arange(max(1, len(window) // STRETCH))
-        sums.append(np.add.reduceat(window.astype(float) - expected_window, starts))
-        sizes.append(np.diff([*starts, len(window)]).astype(float))
-    change = ratio(np.concatenate(sums), np.concatenate(sizes))
-    stretches = sum(map(len, sums))
-    if stretches < 2:  # too little to tell scatter from a difference
-        return change, most
-    scatter = float(stdtrit(stretches - 1, _FIVE_SIGMA)) * change.standard_error
-    return change, min(max(floor, scatter), most)

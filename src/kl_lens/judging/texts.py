@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -59,9 +59,6 @@ class EvaluationText:
     @property
     def targets(self) -> int:
         return sum(item.targets for item in self.items)
-
-    def first(self, windows: int) -> EvaluationText:
-        return replace(self, items=self.items[:windows])
 
     @cached_property
     def protocol(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kl_lens.measuring.engines import ranges
 from kl_lens.measuring.metrics import compared_metrics
 from kl_lens.measuring.perturbation import (
     Kernels,
@@ -33,8 +34,8 @@ class TorchSession(Session):
 
     Args:
         deployed: compute with weights and activations as this runtime's kernels see them.
-        remember: bytes of outputs to keep. The teacher sees the same windows once per student: it keeps the logits of
-            the first ones, and the final states of others, for which only the head runs again.
+        memory_budget: of which a quarter is for outputs. The teacher sees the same windows once per student: it keeps
+            the logits of the first ones, and the final states of others, for which only the head runs again.
         values: parameters or buffers by name, in place of what the recipes make of the weights.
         caches: keys and values → the formats they are kept in.
     """
@@ -45,7 +46,7 @@ class TorchSession(Session):
         recipes: Mapping[str, Recipe] | None = None,
         *,
         deployed: Kernels | None = None,
-        remember: int = 0,
+        memory_budget: int = 0,
         values: Mapping[str, torch.Tensor] | None = None,
         caches: Mapping[str, str] | None = None,
     ) -> None:
@@ -58,23 +59,21 @@ class TorchSession(Session):
         # With the model on disk, weights are made block by block.
         if values is None:
             at_once = Perturbation(self._recipes if model.residency is None else {})
-            made = [
-                (p, w)
-                for p, w in replacements(model, at_once)
-                if not torch.equal(p.data, w)
+            self._weights = [
+                (parameter, weight)
+                for parameter, weight in replacements(model, at_once)
+                if not torch.equal(parameter.data, weight)
             ]
         else:
-            own: dict[str, Any] = dict(model.model.named_buffers())
-            own |= dict(model.model.named_parameters(remove_duplicate=False))
-            made = [
-                (own[name], value.to(own[name]))
+            named: dict[str, Any] = dict(model.model.named_buffers())
+            named |= dict(model.model.named_parameters(remove_duplicate=False))
+            self._weights = [
+                (named[name], value.to(named[name]))
                 for name, value in values.items()
-                if name in own
+                if name in named
             ]
-        self._weights = made
-        self._kept = cached_states(
-            model, {k: name for k, name in (caches or {}).items() if name != FP16}
-        )
+        rounded = {kind: name for kind, name in (caches or {}).items() if name != FP16}
+        self._caches = cached_states(model, rounded)
         # The same precision as the sweep on a GPU; as deployed, float32.
         self.precision = FLOAT32 if deployed is not None else precision_for(None, model)
         self._products = TensorCores(
@@ -82,15 +81,15 @@ class TorchSession(Session):
         )
         self.vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
         self._fed: list[int] = []
-        self._remembers = remember > 0
-        self._room = remember // 2
-        self._logits_room = remember // 2
-        self._states: dict[bytes, torch.Tensor] = {}
-        self._kept_logits: dict[bytes, Logits] = {}
+        self._remembers = memory_budget > 0
+        self._states = _Outputs(memory_budget // 8)
+        self._logits = _Outputs(memory_budget // 8)
 
     @property
     def description(self) -> dict[str, Any]:
         parameter = next(self._model.model.parameters())
+        fault = self._model.chain.fault
+        as_measured = self._deployed is None
         return {
             "library": "torch",
             "version": torch.__version__,
@@ -98,10 +97,8 @@ class TorchSession(Session):
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             **({} if self.precision == FLOAT32 else {"products": self.precision}),
-            **({"kernels": self._model.chain.fault} if self._model.chain.fault else {}),
-            "activations": "as measured"
-            if self._deployed is None
-            else "rounded as in the runtime",
+            **({"kernels": fault} if fault else {}),
+            "activations": "as measured" if as_measured else "rounded as in the runtime",
         }
 
     def reset(self) -> None:
@@ -118,47 +115,38 @@ class TorchSession(Session):
         return logits.float().cpu().numpy()
 
     def _all_logits(self, tokens: list[int]) -> Logits:
-        key = np.asarray(tokens, np.int64).tobytes()
-        if key in self._kept_logits:
-            return self._kept_logits[key]
-        rows = np.empty((len(tokens), self.vocabulary), np.float32)
+        chain = self._model.chain
+        key = tuple(tokens)
+        if key in self._logits:
+            return self._logits[key]
         chunk = logit_rows(self.vocabulary)
         with self._applied():
-            if (
-                len(tokens) <= chunk and not self._remembers
-            ):  # tasks: one plain forward is faster
-                rows[:] = (
-                    self._model.chain.full_logits(torch.tensor([tokens]))[0]
-                    .float()
-                    .cpu()
-                    .numpy()
-                )
-                return rows
+            if len(tokens) <= chunk and not self._remembers:
+                # Tasks: one plain forward is faster.
+                return _on_host(chain.full_logits(torch.tensor([tokens]))[0])
             states = self._final_states(tokens)
-            for first in range(0, len(tokens), chunk):
-                part = self._model.chain.logits(states[first : first + chunk])
-                rows[first : first + chunk] = part.float().cpu().numpy()
-        if rows.nbytes <= self._logits_room:
-            self._logits_room -= rows.nbytes
-            self._kept_logits[key] = rows
+            rows = np.empty((len(tokens), self.vocabulary), np.float32)
+            for part in ranges(len(tokens), chunk):
+                logits = chain.logits(states[part.start : part.stop])
+                rows[part.start : part.stop] = _on_host(logits)
+        self._logits.keep(key, rows)
         return rows
 
     def close(self) -> None:
         self._weights = []
-        self._states = {}
-        self._kept_logits = {}
+        self._states.clear()
+        self._logits.clear()
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        limit = (
-            self.vocabulary if self._model.task.generates else 2**63
-        )  # images have any id
+        # Images have any id.
+        limit = self.vocabulary if self._model.task.generates else 2**63
         return checked_tokens(ids, limit, self._model.name)
 
     @contextmanager
     def _applied(self) -> Iterator[None]:
         if self._model.residency is None:
             weights = applied(
-                self._model, self._recipes, self._weights, self._deployed, self._kept
+                self._model, self._recipes, self._weights, self._deployed, self._caches
             )
         else:
             weights = applied_by_block(self._model, self._recipes, self._deployed)
@@ -167,12 +155,26 @@ class TorchSession(Session):
 
     def _final_states(self, tokens: Sequence[int]) -> torch.Tensor:
         """The inputs of the head, (tokens, width)."""
-        key = np.asarray(tokens, np.int64).tobytes()
+        key = tuple(tokens)
         if key in self._states:
             return self._states[key]
-        states = self._model.chain.final_states(torch.tensor([list(tokens)]))[0]
-        size = states.numel() * states.element_size()
-        if size <= self._room:
-            self._room -= size
-            self._states[key] = states.clone()
+        states = self._model.chain.final_states(torch.tensor([key]))[0]
+        self._states.keep(key, states.clone())
         return states
+
+
+class _Outputs(dict[tuple[int, ...], Any]):
+    """Of the tokens that were fed, as many as fit."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room  # bytes that are left
+
+    def keep(self, tokens: tuple[int, ...], output: Any) -> None:
+        if output.nbytes <= self._room:
+            self._room -= output.nbytes
+            self[tokens] = output
+
+
+def _on_host(logits: torch.Tensor) -> Logits:
+    return logits.float().cpu().numpy()

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from kl_lens.base.accelerators import free_memory, runs_triton
+from kl_lens.base.system import DEFAULT_MEMORY
 from kl_lens.measuring.metrics import (
     Floats,
     TeacherRows,
@@ -52,8 +53,6 @@ from kl_lens.run.readings import Reading
 
 Finish = Callable[[], list[list[Reading]]]
 Rows = Callable[[], Floats]  # waits for the result of `compare`
-
-DEFAULT_MEMORY = 8 * 10**9  # on a GPU: most of what is free there
 
 
 def memory_on(device: torch.device, budget: int) -> int:
@@ -121,13 +120,13 @@ class Engine(ABC):
 
     def slab_windows(self, length: int) -> int:
         """Windows in a slab: whole batches, so that batches do not depend on where slabs end."""
-        width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
-        most = max(
-            1,
-            self.states_budget
-            // window_bytes(self.chain, length, width, self.vocabulary),
-        )
+        most = max(1, self.states_budget // self.window_bytes(length))
         return most - most % min(most, self.batch_windows(length))
+
+    def window_bytes(self, length: int) -> int:
+        """Of the states of a window."""
+        width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
+        return window_bytes(self.chain, length, width, self.vocabulary)
 
     @abstractmethod
     def batch_windows(self, length: int) -> int:
@@ -155,14 +154,13 @@ class Engine(ABC):
         behind = 1 if self.chain.device.type == "cuda" else 0
         waiting: deque[tuple[list[int], Finish]] = deque()
         for group in groups:
-            own = [perturbations[index] for index in group]
+            members = [perturbations[index] for index in group]
             start: Finish | None = None
             with suppress(torch.OutOfMemoryError):
-                start = self.started(own)
-            if (
-                start is None
-            ):  # finish what waits, and try again with all that it held, one at a time
-                yield from ((done, finish()) for done, finish in waiting)
+                start = self.started(members)
+            # Finish what waits, and try again with all that it held, one at a time.
+            if start is None:
+                yield from ((measured, finish()) for measured, finish in waiting)
                 waiting.clear()
                 for index in group:
                     _empty_gpu()
@@ -170,10 +168,10 @@ class Engine(ABC):
                 continue
             waiting.append((group, start))
             while len(waiting) > behind:
-                done, finish = waiting.popleft()
-                yield done, finish()
-        for done, finish in waiting:
-            yield done, finish()
+                measured, finish = waiting.popleft()
+                yield measured, finish()
+        for measured, finish in waiting:
+            yield measured, finish()
 
     def measure(self, perturbations: Sequence[Perturbation]) -> list[list[Reading]]:
         """The windows of each perturbation."""
@@ -198,12 +196,10 @@ class PlainEngine(Engine):
         self._batches = ranges(len(ids), self.batch_windows(ids.shape[1]))
         # The teacher runs once if its logits fit, and slabs are cut so that they do.
         keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
-        self._kept: dict[
-            range, TeacherRows
-        ] = {}  # free the last slab before the next one
-        self._kept = (
-            {windows: self._teacher(windows) for windows in self._batches} if keep else {}
-        )
+        # Free the last slab before the next one.
+        self._teachers: dict[range, TeacherRows] = {}
+        batches = self._batches if keep else ()
+        self._teachers = {windows: self._teacher(windows) for windows in batches}
 
     def batch_windows(self, length: int) -> int:
         """A few at a time, so that whole logits fit."""
@@ -211,23 +207,19 @@ class PlainEngine(Engine):
         return max(1, min(self.chain.task.rows_at_once // length, limit))
 
     def _teacher(self, windows: range) -> TeacherRows:
-        if windows in self._kept:
-            return self._kept[windows]
-        return TeacherRows.of(
-            self._logits(windows), self.targets[windows.start : windows.stop].flatten()
-        )
+        if windows in self._teachers:
+            return self._teachers[windows]
+        targets = self.targets[windows.start : windows.stop].flatten()
+        return TeacherRows.of(self._logits(windows), targets)
 
     def _logits(self, windows: range) -> torch.Tensor:
-        return self.chain.full_logits(self.ids[windows.start : windows.stop]).flatten(
-            0, 1
-        )
+        ids = self.ids[windows.start : windows.stop]
+        return self.chain.full_logits(ids).flatten(0, 1)
 
     def teacher_cross_entropy(self) -> Floats:
-        rows = [
-            self._teacher(windows).cross_entropy.cpu().numpy()
-            for windows in self._batches
-        ]
-        return np.concatenate([r.reshape(-1, self.ids.shape[1]).sum(1) for r in rows])
+        rows = [self._teacher(windows).cross_entropy.cpu() for windows in self._batches]
+        length = self.ids.shape[1]
+        return np.concatenate([r.numpy().reshape(-1, length).sum(1) for r in rows])
 
     def started(self, perturbations: Sequence[Perturbation]) -> Finish:
         results = [self._measure_one(perturbation) for perturbation in perturbations]
@@ -250,9 +242,7 @@ class PlainEngine(Engine):
 class Student:
     """A prepared perturbation: its weights, the first block that differs from the teacher, and its own head, if any."""
 
-    def __init__(
-        self, model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None
-    ) -> None:
+    def __init__(self, model: LoadedModel, perturbation: Perturbation) -> None:
         self.perturbation = perturbation
         self.weights = replacements(model, perturbation)
         self.start = first_block(model.anatomy, perturbation)
@@ -294,30 +284,24 @@ class FastEngine(Engine):
 
     def _run_teacher(self, ids: torch.Tensor) -> Teacher:
         budget = self.states_budget if self.model.residency is None else None
-        most = (
-            None
-            if self.chain.device.type == "cpu"
-            else self.memory_budget // 2 // self.sharers
-        )
+        on_gpu = self.chain.device.type != "cpu"
+        most = self.memory_budget // 2 // self.sharers if on_gpu else None
         rows = logit_rows(self.vocabulary, most)
         return Teacher(self.model, ids, self._products, self.batch_tokens, rows, budget)
 
     def teacher_cross_entropy(self) -> Floats:
         return np.concatenate([batch.cross_entropy for batch in self.teacher.batches])
 
+    def student(self, perturbation: Perturbation) -> Student:
+        return Student(self.model, perturbation)
+
     def _students(self, perturbations: Sequence[Perturbation]) -> list[Student]:
         """Prepared perturbations. On a GPU in a stream of their own, because quantizing waits for its own results."""
         if self.chain.device.type != "cuda":
-            return [
-                Student(self.model, perturbation, self.deployed)
-                for perturbation in perturbations
-            ]
+            return [*map(self.student, perturbations)]
         main = torch.cuda.current_stream()
         with torch.cuda.stream(self._beside):
-            students = [
-                Student(self.model, perturbation, self.deployed)
-                for perturbation in perturbations
-            ]
+            students = [*map(self.student, perturbations)]
         main.wait_stream(self._beside)
         for student in students:
             for _, weight in student.weights:
@@ -358,18 +342,14 @@ class FastEngine(Engine):
         room = 0
         for index, perturbation in enumerate(perturbations):
             block = self._only_block(perturbation)
-            size = 4 * sum(
-                self.model.anatomy.component(name).parameters
-                for name in perturbation.recipes
-            )
-            fits = (
-                group
-                and block is not None
-                and block == self._only_block(perturbations[group[0]])
-            )
-            if group and not (fits and len(group) < most and size <= room):
-                yield group
-                group = []
+            components = map(self.model.anatomy.component, perturbation.recipes)
+            size = 4 * sum(component.parameters for component in components)
+            if group:
+                alike = block == self._only_block(perturbations[group[0]])
+                fits = len(group) < most and size <= room
+                if block is None or not alike or not fits:
+                    yield group
+                    group = []
             # For the group's weights: the experts of a layer are one component, and may take gigabytes.
             room = (room if group else self.memory_budget // 8) - size
             group.append(index)
@@ -377,28 +357,23 @@ class FastEngine(Engine):
             yield group
 
     def _only_block(self, perturbation: Perturbation) -> int | None:
-        each = [
-            self.model.anatomy.component(name).blocks for name in perturbation.recipes
-        ]
-        each += [component.blocks for component, _ in perturbation.states]
-        blocks = {block for some in each for block in some}
-        return blocks.pop() if all(each) and len(blocks) == 1 else None
+        anatomy = self.model.anatomy
+        components = [anatomy.component(name) for name in perturbation.recipes]
+        components += [component for component, _ in perturbation.states]
+        blocks = {block for component in components for block in component.blocks}
+        inside = all(component.blocks for component in components)
+        return blocks.pop() if inside and len(blocks) == 1 else None
 
     def _measure_batch(self, batch: Batch, students: Sequence[Student]) -> list[Rows]:
         """(rows, columns) for each student."""
         with self.teacher.running():
             if len(students) == 1:
-                states = self._states(batch, students[0])
-                return self._compare(
-                    batch, [states], students[0] if students[0].has_own_head else None
-                )
-            outputs = []
-            for student in students:
-                with self.perturbed(student.perturbation, student.weights):
-                    outputs.append(self._first_block(batch, student))
-            hidden = self.chain.run(
-                States.stacked(outputs), batch.calls, students[0].start + 1
-            )
+                (student,) = students
+                own_head = student if student.has_own_head else None
+                return self._compare(batch, [self._states(batch, student)], own_head)
+            outputs = [self._first_block(batch, student) for student in students]
+            start = students[0].start + 1
+            hidden = self.chain.run(States.stacked(outputs), batch.calls, start)
             states = self.chain.finish(hidden, batch.calls)
             return self._compare(batch, list(states.chunk(len(students))))
 
@@ -407,18 +382,20 @@ class FastEngine(Engine):
         if student.start == len(self.chain):
             return batch.states
         with self.perturbed(student.perturbation, student.weights):
-            if student.start < 0:
-                calls = self.chain.calls(batch.calls.ids)
-                return self.chain.finish(self.chain.run(calls.hidden, calls, 0), calls)
-            hidden = self.chain.run(
-                self._first_block(batch, student), batch.calls, student.start + 1
-            )
-            return self.chain.finish(hidden, batch.calls)
+            calls = batch.calls
+            start = student.start
+            if start < 0:
+                calls = self.chain.calls(calls.ids)
+                hidden = self.chain.run(calls.hidden, calls, 0)
+            else:
+                hidden = self.chain.run(batch.inputs[start], calls, start)
+            return self.chain.finish(hidden, calls)
 
     def _first_block(self, batch: Batch, student: Student) -> States:
         """Output of the first perturbed block."""
-        block = student.start
-        return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
+        start = student.start
+        with self.perturbed(student.perturbation, student.weights):
+            return self.chain.run(batch.inputs[start], batch.calls, start, start + 1)
 
     def _compare(
         self,
@@ -472,14 +449,14 @@ class FastEngine(Engine):
 
         def later(rows: torch.Tensor, entering: torch.Tensor) -> Rows:
             """Starts the copy to the host now; the caller waits for it later while the GPU goes on."""
-            there = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            there.copy_(rows, non_blocking=True)
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            host.copy_(rows, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
 
             def wait() -> Floats:
                 arrived.synchronize()
-                return mended(there.numpy(), partial(both, entering))
+                return mended(host.numpy(), partial(both, entering))
 
             return wait
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.base.system import DEFAULT_MEMORY
+from kl_lens.measuring.engines import FastEngine
 from kl_lens.measuring.metrics import check_finite
 from kl_lens.measuring.perturbation import Kernels, Perturbation, cached_states
 from kl_lens.measuring.pieces import engine_for
@@ -18,6 +19,9 @@ from kl_lens.run.readings import Reading, summarise, window_kl
 from kl_lens.run.records import Estimate
 from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import FP16, Recipe, parsed
+
+# Components with their recipes, and kinds of caches with their formats.
+_Key = tuple[tuple[tuple[str, Recipe], ...], tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class PlanMeter:
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
         self._entropy: dict[int, float] = {}
-        self._known: dict[tuple[tuple[tuple[str, str], ...], ...], JointResult] = {}
+        self._results: dict[_Key, JointResult] = {}
 
     def perplexity(self, assignment: Mapping[str, str]) -> float:
         return self.measure(assignment).perplexity.value
@@ -62,13 +66,9 @@ class PlanMeter:
     @property
     def known(self) -> list[tuple[dict[str, Recipe], JointResult]]:
         """The plans measured so far, with their results."""
-        known = (
-            (parsed(dict(key)), caches, result)
-            for (key, caches), result in self._known.items()
-        )
         return [
-            (recipes, result)
-            for recipes, caches, result in known
+            (dict(recipes), result)
+            for (recipes, caches), result in self._results.items()
             if recipes and not caches
         ]
 
@@ -77,18 +77,18 @@ class PlanMeter:
     ) -> JointResult:
         """`caches`: keys and values → their formats."""
         recipes = {
-            name: recipe for name, recipe in parsed(assignment).items() if recipe != FP16
+            n: recipe for n, recipe in parsed(assignment).items() if recipe != FP16
         }
-        kept = {kind: name for kind, name in (caches or {}).items() if name != FP16}
-        key = (tuple(sorted(recipes.items())), tuple(sorted(kept.items())))
-        if key in self._known:
-            return self._known[key]
-        windows = self._windows(Perturbation(recipes, cached_states(self.model, kept)))
+        formats = {kind: name for kind, name in (caches or {}).items() if name != FP16}
+        key = (tuple(sorted(recipes.items())), tuple(sorted(formats.items())))
+        if key in self._results:
+            return self._results[key]
+        windows = self._windows(Perturbation(recipes, cached_states(self.model, formats)))
         summary = summarise(windows)
         entropy = sum(self._entropy.values()) / sum(w.targets for w in windows)
         change = summary["delta_cross_entropy"]
         value = math.exp(min(entropy + change.value, 700.0))
-        self._known[key] = JointResult(
+        self._results[key] = JointResult(
             kl=summary["kl_teacher_to_student"],
             delta_cross_entropy=change,
             # Only the error of the change: the part that both models share cancels when plans are compared.
@@ -96,7 +96,7 @@ class PlanMeter:
             original_perplexity=math.exp(entropy),
             windows=window_kl(windows),
         )
-        return self._known[key]
+        return self._results[key]
 
     def _windows(self, perturbation: Perturbation) -> list[Reading]:
         metrics: list[Reading] = []

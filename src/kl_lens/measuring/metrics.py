@@ -184,18 +184,20 @@ def compared_metrics(device: str) -> list[Comparison]:
     def error(rows: Floats) -> float:
         return float((np.abs(rows[:, :4] - exact) / sizes).mean(0).max())
 
-    found = [Comparison("KL", error(_compare_by_kernel(teacher, student)), _ROUNDING)]
+    comparisons = [
+        Comparison("KL", error(_compare_by_kernel(teacher, student)), _ROUNDING)
+    ]
     if device != "cpu":
         from kl_lens.measuring.triton_metrics import SharedHead, compare_logits
 
         rows = compare_logits(teacher, student - teacher.logits, moved=True).cpu().numpy()
-        found.append(Comparison("KL from differences", error(rows), _ROUNDING))
+        comparisons.append(Comparison("KL from differences", error(rows), _ROUNDING))
         differences = SharedHead(head, 1.0).moved(moved, states)
         rows = compare_logits(teacher, differences, moved=True).cpu().numpy()
-        found.append(
+        comparisons.append(
             Comparison("KL behind a shared head", error(rows), _ROUNDING_OF_HALVES)
         )
-    return found
+    return comparisons
 
 
 def mended(
@@ -256,13 +258,13 @@ def window_metrics(
     by_window = rows.reshape(len(windows), -1, rows.shape[1])
     signals = signal.reshape(len(windows), -1)
     metrics = []
-    for window, every, powers, known in zip(
+    for window, window_rows, powers, answers in zip(
         windows, by_window, signals, targets.cpu().numpy(), strict=True
     ):
-        counted = known != UNCOUNTED
-        values = every[counted]
+        counted = answers != UNCOUNTED
+        values = window_rows[counted]
         power = powers[counted]
-        count = int((known >= 0).sum())
+        count = int((answers >= 0).sum())
         sums = named_sums(values, vocabulary)
         sums["signal"] = float(power.sum()) / vocabulary
         arrays = {KL: packed(values[:, KL_TEACHER_STUDENT])}
@@ -277,12 +279,12 @@ def named_sums(rows: Floats, vocabulary: int) -> dict[str, float]:
     return sums
 
 
-def check_finite(what: str, windows: Sequence[tuple[int, float]]) -> None:
+def check_finite(subject: str, windows: Sequence[tuple[int, float]]) -> None:
     """Refuses (window, value) pairs with NaN or infinity: stored, they would spoil every plan made from them."""
     for window, value in windows:
         if not math.isfinite(value):
             raise RunError(
-                f"{what}: the logits on window {window} are NaN or infinite, so nothing can be measured; "
+                f"{subject}: the logits on window {window} are NaN or infinite, so nothing can be measured; "
                 "check the weights, or compute in float32"
             )
 

@@ -128,7 +128,7 @@ def states_of(model: LoadedModel) -> tuple[Component, ...]:
     """What every block carries from token to token, as far as our kernels compute it: (heads, width, states) of a
     recurrent state; (heads, width) of keys and values, for each token. Found by watching a short forward."""
     chain = model.chain
-    with keeping(chain.blocks, {index: {} for index in range(len(chain))}) as seen:
+    with keeping(chain.blocks, {index: {} for index in range(len(chain))}) as kept_shapes:
         chain.full_logits(chain.task.blank(1, 5))
     return tuple(
         Component(
@@ -142,7 +142,7 @@ def states_of(model: LoadedModel) -> tuple[Component, ...]:
             parameters=math.prod(shape),
             quantizable=False,
         )
-        for block, kinds in seen.items()
+        for block, kinds in kept_shapes.items()
         for kind, shape in kinds.items()
     )
 
@@ -151,10 +151,10 @@ def cached_states(
     model: LoadedModel, caches: Mapping[str, str]
 ) -> tuple[tuple[Component, str], ...]:
     """The keys and values of all blocks, in the formats of their kind."""
-    there = states_of(model) if caches else ()
+    components = states_of(model) if caches else ()
     return tuple(
         (component, caches[component.kind])
-        for component in there
+        for component in components
         if component.kind in caches
     )
 
@@ -169,8 +169,8 @@ def find_state_candidates(
             f"{model.name} classifies images: it keeps nothing from token to token"
         )
     expression = name_pattern(pattern)
-    there = states_of(model)
-    if not there:
+    components = states_of(model)
+    if not components:
         why = (
             "our kernels are not used"
             if not model.chain.fast
@@ -179,26 +179,28 @@ def find_state_candidates(
         raise RunError(f"{model.name}: no states or caches to measure: {why}")
     fitting: dict[tuple[Component, StateFormat, int], Candidate] = {}
     unfit: list[tuple[Component, Recipe, str]] = []
-    matching = [component for component in there if expression.search(component.name)]
+    matching = [
+        component for component in components if expression.search(component.name)
+    ]
     if not matching:
-        kinds = " and ".join(dict.fromkeys(component.kind for component in there))
+        kinds = " and ".join(dict.fromkeys(component.kind for component in components))
         raise RunError(
-            f"{model.name} has {kinds}, such as {there[0].name}, and nothing that matches {pattern!r}"
+            f"{model.name} has {kinds}, such as {components[0].name}, and nothing that matches {pattern!r}"
         )
     for component in matching:
         kind = component.kind
         shape = (1, *component.shape)[-2:]
         for name in formats or MENUS[kind]:
             try:
-                how = StateFormat.parse(name, kind)
+                storage = StateFormat.parse(name, kind)
             except FormatError:
                 if not any(_is_known(name, c.kind) for c in matching):
                     raise
                 continue
-            if reason := how.fits(shape):
+            if reason := storage.fits(shape):
                 unfit.append((component, Recipe(name), reason))
             else:
-                key = (component, replace(how, scales=""), how.group(*shape))
+                key = (component, replace(storage, scales=""), storage.group(*shape))
                 fitting.setdefault(key, Candidate(component, Recipe(name)))
     if not fitting:
         raise RunError(f"{matching[0].name}: {unfit[0][2]}")
@@ -279,16 +281,16 @@ def applied_by_block(
 ) -> Iterator[None]:
     """`applied` for a model on disk: weights are made when their block is entered, because all would not fit."""
     blocks = list(model.chain.blocks)
-    own: dict[int | None, dict[str, Recipe]] = {}
+    by_block: dict[int | None, dict[str, Recipe]] = {}
     for name, recipe in recipes.items():
         for block in model.anatomy.component(name).blocks or (None,):
-            own.setdefault(block, {})[name] = recipe
+            by_block.setdefault(block, {})[name] = recipe
 
     def weights_of(block: int | None) -> list[Replacement]:
-        return replacements(model, Perturbation(own.get(block, {})))
+        return replacements(model, Perturbation(by_block.get(block, {})))
 
     with ExitStack() as stack:
-        for index in sorted(block for block in own if block is not None):
+        for index in sorted(block for block in by_block if block is not None):
             inside = stack.enter_context(
                 ExitStack()
             )  # closed here too: an interrupt calls no hook

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kl_lens.base.system import DEFAULT_MEMORY
 from kl_lens.measuring.engines import (
-    DEFAULT_MEMORY,
     ENGINES,
     Engine,
     FastEngine,
@@ -42,12 +42,12 @@ class Piece:
     work: float
     noise: bool = False
 
-    def left(self, candidates: Sequence[Candidate], done: Done) -> Piece | None:
+    def left(self, candidates: Sequence[Candidate], stored: Done) -> Piece | None:
         """The piece without finished windows and groups; None if nothing is left."""
 
         def lacks(group: Group, windows: Iterable[int]) -> bool:
             return any(
-                not done.get(key_of(candidates[index]), set()).issuperset(windows)
+                not stored.get(key_of(candidates[index]), set()).issuperset(windows)
                 for index in group
             )
 
@@ -76,27 +76,29 @@ class Layout:
     slab: int = field(compare=False)  # windows whose teacher states fit into memory
     fault: str = ""  # why our kernels are not used, if they should be
 
-    def spread(self, costs: Sequence[float], workers: int, each: int = 16) -> list[Piece]:
-        """About `each` pieces per worker, at least one for each slab. `costs`: of each candidate on one window. The
-        windows are cut into few ranges, because a worker has to run the teacher on each range that it works on."""
+    def spread(
+        self, costs: Sequence[float], workers: int, pieces_each: int = 16
+    ) -> list[Piece]:
+        """About `pieces_each` pieces per worker, at least one for each slab. `costs`: of each candidate on one window.
+        The windows are cut into few ranges, because a worker has to run the teacher on each range that it works on."""
         batches = -(-self.windows // self.batch)
         stretch = self.batch * max(
             1, min(batches // max(1, workers), self.slab // self.batch)
         )
-        size = sum(costs) * self.windows / (workers * each)
+        size = sum(costs) * self.windows / (workers * pieces_each)
         pieces = []
         for windows in ranges(self.windows, stretch):
-            some = list[Group]()
+            members = list[Group]()
             work = 0.0
             for group in self.groups:
-                some.append(group)
+                members.append(group)
                 work += _cost(group, costs)
                 if work * len(windows) >= size:
-                    pieces.append(self._piece(windows, tuple(some), costs))
-                    some = []
+                    pieces.append(self._piece(windows, tuple(members), costs))
+                    members = []
                     work = 0.0
-            if some:
-                pieces.append(self._piece(windows, tuple(some), costs))
+            if members:
+                pieces.append(self._piece(windows, tuple(members), costs))
         return pieces
 
     def share(self, costs: Sequence[float], index: int, count: int) -> list[Piece]:
@@ -104,14 +106,14 @@ class Layout:
         pieces = self.spread(costs, count)
         whole = sum(piece.work for piece in pieces)
         before = 0.0
-        mine = []
+        chosen = []
         for piece in pieces:
             if index - 1 == min(
                 count - 1, int((before + piece.work / 2) / whole * count)
             ):
-                mine.append(piece)
+                chosen.append(piece)
             before += piece.work
-        return mine
+        return chosen
 
     def _piece(
         self, windows: Sequence[int], groups: tuple[Group, ...], costs: Sequence[float]
@@ -161,25 +163,26 @@ class PieceRunner:
 
     def do(self, piece: Piece) -> Iterator[Found]:
         """Whole groups on whole batches, a slab at a time."""
-        for some in ranges(len(piece.windows), self.layout.slab):
-            windows = piece.windows[some.start : some.stop]
+        for slab in ranges(len(piece.windows), self.layout.slab):
+            windows = piece.windows[slab.start : slab.stop]
             if windows != self._prepared:
                 yield self._prepare(windows)
-            if piece.noise and some.start == 0:
+            if piece.noise and slab.start == 0:
                 yield Found(noise=noise_floor(self.engine, self._first))
             begin = time.perf_counter()
-            for group, results in self.engine.in_turn(
-                self._every, map(list, piece.groups)
-            ):
+            groups = map(list, piece.groups)
+            for group, results in self.engine.in_turn(self._every, groups):
                 seconds = (time.perf_counter() - begin) / len(group)
                 begin = time.perf_counter()
                 members = []
-                for index, metrics in zip(group, results, strict=True):
-                    own = tuple(replace(w, window=windows[w.window]) for w in metrics)
-                    check_finite(
-                        str(self.candidates[index]), [(w.window, w.kl) for w in own]
+                for index, measured in zip(group, results, strict=True):
+                    readings = tuple(
+                        replace(r, window=windows[r.window]) for r in measured
                     )
-                    members.append((index, own))
+                    check_finite(
+                        str(self.candidates[index]), [(r.window, r.kl) for r in readings]
+                    )
+                    members.append((index, readings))
                 yield Found(candidates=tuple(members), seconds=seconds)
 
     def _prepare(self, windows: tuple[int, ...]) -> Found:
@@ -187,14 +190,10 @@ class PieceRunner:
         self._prepared = ()
         self.engine.prepare(ids)
         self._prepared = windows
-        entropies = self.engine.teacher_cross_entropy()
-        check_finite(
-            "the original model",
-            [(windows[k], float(e)) for k, e in enumerate(entropies)],
-        )
+        entropies = self.engine.teacher_cross_entropy().tolist()
         counts = (self.engine.chain.task.targets(ids) >= 0).sum(1).tolist()
-        rows = zip(windows, counts, entropies, strict=True)
-        return Found(teacher=tuple((w, n, float(e)) for w, n, e in rows))
+        check_finite("the original model", [*zip(windows, entropies, strict=True)])
+        return Found(teacher=tuple(zip(windows, counts, entropies, strict=True)))
 
 
 def _cost(group: Group, costs: Sequence[float]) -> float:
@@ -232,7 +231,7 @@ class Job:
     memory_budget: int = DEFAULT_MEMORY
     deployed: Kernels | None = None
     precision: str | None = None  # requested
-    known: str | None = None  # the run's precision
+    run_precision: str | None = None
     statistics: str | None = None  # digest of those that methods learn from
     run: str = ""  # the folder that holds them
 
@@ -241,7 +240,8 @@ class Job:
     ) -> Engine:
         """The engine with the requested precision, the run's, or the fastest with float32's accuracy."""
         ids = torch.from_numpy(np.array(self.ids))
-        precision = self.precision or (None if self.known == FLOAT32 else self.known)
+        recorded = None if self.run_precision == FLOAT32 else self.run_precision
+        precision = self.precision or recorded
         return engine_for(
             self.engine, model, ids, self.memory_budget, self.deployed, say, precision
         )

@@ -60,12 +60,12 @@ def _checked(precision: str, model: LoadedModel) -> str:
     """The precision; float32 where our products turn out to be wrong."""
     if precision == FLOAT32:
         return FLOAT32
-    known = _SOUND.setdefault(model.chain, {})
-    if precision not in known:
-        found = compared_products(model, precision)
-        known[precision] = all(comparison.holds for comparison in found)
-        model.chain.distrust(found)
-    return precision if known[precision] else FLOAT32
+    sound = _SOUND.setdefault(model.chain, {})
+    if precision not in sound:
+        comparisons = compared_products(model, precision)
+        sound[precision] = all(comparison.holds for comparison in comparisons)
+        model.chain.distrust(comparisons)
+    return precision if sound[precision] else FLOAT32
 
 
 def compared_products(model: LoadedModel, precision: str) -> list[Comparison]:
@@ -106,7 +106,7 @@ def _forward(module: nn.Linear, precision: str) -> Callable[[torch.Tensor], torc
             return functional.linear(input, weight, bias)
         return linear(input, weight, bias, precision)
 
-    ours = replacing(
+    product = replacing(
         PRODUCTS, functional.linear, multiply, _rounding(precision, module.in_features)
     )
-    return lambda input: ours(input, module.weight, module.bias)
+    return lambda input: product(input, module.weight, module.bias)

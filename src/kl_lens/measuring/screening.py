@@ -64,11 +64,11 @@ class Screen:
     def _anchors(self) -> dict[str, Candidate]:
         """Component → the middle of its formats, without error feedback."""
         menus: dict[str, dict[Candidate, None]] = {}
-        for each in self.candidates:
+        for candidate in self.candidates:
             plain = Candidate(
-                each.component, preferred(each.recipe.grid.name, ("imatrix",))
+                candidate.component, preferred(candidate.recipe.grid.name, ("imatrix",))
             )
-            menus.setdefault(each.component.name, {})[plain] = None
+            menus.setdefault(candidate.component.name, {})[plain] = None
         return {
             name: sorted(menu, key=_size)[(len(menu) - 1) // 2]
             for name, menu in menus.items()
@@ -83,25 +83,25 @@ class Screen:
     def _alike(self) -> dict[Hashable, list[Candidate]]:
         """Candidates of one kind, recipe and anchor."""
         alike: dict[Hashable, list[Candidate]] = {}
-        for each in self.candidates:
-            component = each.component
-            anchor = self._anchors[each.component.name].recipe
+        for candidate in self.candidates:
+            component = candidate.component
+            anchor = self._anchors[candidate.component.name].recipe
             alike.setdefault(
-                (component.kind, component.family, anchor, each.recipe), []
-            ).append(each)
+                (component.kind, component.family, anchor, candidate.recipe), []
+            ).append(candidate)
         return alike
 
     @property
     def needed(self) -> list[Candidate]:
         """What has to be quantized, component by component."""
-        order = {name: place for place, name in enumerate(self._anchors)}
-        some = (
-            group[place * (len(group) - 1) // (ALIKE - 1)]
+        order = {name: index for index, name in enumerate(self._anchors)}
+        sampled = (
+            group[index * (len(group) - 1) // (ALIKE - 1)]
             for group in self._alike.values()
-            for place in range(ALIKE)
+            for index in range(ALIKE)
         )
         return sorted(
-            dict.fromkeys((*some, *self.first)), key=lambda c: order[c.component.name]
+            dict.fromkeys((*sampled, *self.first)), key=lambda c: order[c.component.name]
         )
 
     def completed(self, errors: Mapping[Key, float]) -> dict[Key, float]:
@@ -123,15 +123,17 @@ class Screen:
         """Without those that lose clearly to a recipe of no more bytes: no plan of any size needs them."""
 
         best: dict[str, list[tuple[int, float]]] = {}
-        for each in self.candidates:
-            beaten = (1 + TOLERANCE) * errors[key_of(each)]
-            best.setdefault(each.component.name, []).append((_size(each), beaten))
+        for candidate in self.candidates:
+            beaten = (1 + TOLERANCE) * errors[key_of(candidate)]
+            best.setdefault(candidate.component.name, []).append(
+                (_size(candidate), beaten)
+            )
         return [
             c
             for c in self.candidates
             if not any(
-                own <= _size(c) and e < errors[key_of(c)]
-                for own, e in best[c.component.name]
+                size <= _size(c) and e < errors[key_of(c)]
+                for size, e in best[c.component.name]
             )
         ]
 
@@ -148,11 +150,13 @@ class Screen:
     def samples(self, measured: Mapping[Key, float]) -> list[Candidate]:
         """One component of each kind in each recipe that nothing of its kind was measured in."""
         kinds = {name: anchor.component.kind for name, anchor in self._anchors.items()}
-        known = {(kinds[name], recipe) for name, recipe in measured}
+        measured_kinds = {(kinds[name], recipe) for name, recipe in measured}
         unknown: dict[Hashable, list[Candidate]] = {}
-        for each in self.candidates:
-            if (each.component.kind, each.recipe) not in known:
-                unknown.setdefault((each.component.kind, each.recipe), []).append(each)
+        for candidate in self.candidates:
+            if (candidate.component.kind, candidate.recipe) not in measured_kinds:
+                unknown.setdefault(
+                    (candidate.component.kind, candidate.recipe), []
+                ).append(candidate)
         return [group[len(group) // 2] for group in unknown.values()]
 
     def predicted(
@@ -187,9 +191,11 @@ class Screen:
         def of_kind(key: Key) -> float:
             return alike.get((kinds[key[0]], key[1]), usual)
 
-        own = _medians((key[0], ratio / of_kind(key)) for key, ratio in ratios.items())
+        by_component = _medians(
+            (key[0], ratio / of_kind(key)) for key, ratio in ratios.items()
+        )
         return {
-            key: measured.get(key, value * of_kind(key) * own.get(key[0], 1.0))
+            key: measured.get(key, value * of_kind(key) * by_component.get(key[0], 1.0))
             for key, value in raw.items()
         }
 
@@ -199,7 +205,7 @@ def _size(candidate: Candidate) -> int:
 
 
 def _medians(pairs: Iterable[tuple[Name, float]]) -> dict[Name, float]:
-    found: dict[Name, list[float]] = {}
+    groups: dict[Name, list[float]] = {}
     for name, value in pairs:
-        found.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in found.items()}
+        groups.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in groups.items()}

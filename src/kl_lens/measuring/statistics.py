@@ -171,10 +171,12 @@ class StoredStatistics:
         tensors: dict[str, torch.Tensor] = {}
         for name, statistics in moments.items():
             packed = _packed(statistics.second_moments)
-            same = (
-                other for other, tensor in tensors.items() if torch.equal(tensor, packed)
+            equal = (
+                earlier
+                for earlier, tensor in tensors.items()
+                if torch.equal(tensor, packed)
             )
-            under = next(same, name)
+            under = next(equal, name)
             if under == name:
                 tensors[name] = packed
             self._components[name] = {
@@ -247,7 +249,7 @@ def gather(
     windows: Windows,
     run: Path,
     *,
-    progress: Callable[[int, int], None] = lambda done, blocks: None,
+    progress: Callable[[int, int], None] = lambda finished, blocks: None,
 ) -> StoredStatistics:
     """The statistics of all quantizable components on these windows, in `statistics/` of the run folder.
 
@@ -293,8 +295,10 @@ class _Gathering:
                     self._check_states(
                         states[number].hidden, f"after block {index}", number
                     )
-                done = [c for c in self._missing if c.blocks and c.blocks[-1] == index]
-                self._store(f"block-{index:03d}.safetensors", done)
+                complete = [
+                    c for c in self._missing if c.blocks and c.blocks[-1] == index
+                ]
+                self._store(f"block-{index:03d}.safetensors", complete)
             progress(index + 1, len(self._chain))
         with self._model.present(self._model.model):
             self._outside(calls, states)
@@ -324,9 +328,9 @@ class _Gathering:
                 self._moments[component.name] = Moments(
                     component.shape, self._chain.device
                 )
-        here = {c.name: self._moments[c.name] for c in components}
+        watched = {c.name: self._moments[c.name] for c in components}
         return ProductWatch(
-            {c.name: self._model.tensor(c.weight) for c in components}, here
+            {c.name: self._model.tensor(c.weight) for c in components}, watched
         )
 
     def _store(self, file: str, components: Sequence[Component]) -> None:
@@ -364,14 +368,14 @@ class _Gathering:
                     )
         self._stored.add(file, statistics, notes)
 
-    def _check_states(self, states: torch.Tensor, where: str, number: int) -> None:
+    def _check_states(self, states: torch.Tensor, position: str, number: int) -> None:
         finite = torch.isfinite(states).flatten(1).all(1)
         if not bool(finite.all()):
             window = sum(map(len, self._batches[:number])) + int(
                 (~finite).nonzero()[0, 0]
             )
             raise CheckpointError(
-                f"{self._model.name}: states {where} hold NaN or infinity in window {window}; "
+                f"{self._model.name}: states {position} hold NaN or infinity in window {window}; "
                 "repair the checkpoint, or load it in float32"
             )
 
@@ -455,13 +459,13 @@ class ProductWatch(TorchFunctionMode):
         if name == "linear" and len(args) > 1:
             self._see(args[0], args[1], transposed=False)
         elif name in _PRODUCTS and len(args) > 1:
-            left = args[0]
-            right = args[1]
+            first = args[0]
+            second = args[1]
             # weight · x: the inputs are the columns of x; x · weightᵀ: its rows.
             if not self._see(
-                right.mT if right.dim() > 1 else right, left, transposed=False
+                second.mT if second.dim() > 1 else second, first, transposed=False
             ):
-                self._see(left, right, transposed=True)
+                self._see(first, second, transposed=True)
         return func(*args, **(kwargs or {}))
 
     def _see(

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from kl_lens.measuring.engines import FastEngine, Student
+from kl_lens.measuring.engines import FastEngine
 from kl_lens.measuring.perturbation import Perturbation, first_block
 from kl_lens.measuring.teacher import Batch
 from kl_lens.model import BlockCalls, LoadedModel, States
@@ -82,21 +82,18 @@ class StreamedEngine(FastEngine):
     @property
     def states_budget(self) -> int:
         """Bytes for all states. Blocks come and go; on a GPU, the weights that stay are already counted."""
-        taken = BLOCKS_AT_ONCE * self.residency.block_bytes
+        weights = BLOCKS_AT_ONCE * self.residency.block_bytes
         if self.chain.device.type == "cpu":
-            taken += self.residency.resident_bytes
+            weights += self.residency.resident_bytes
         return int(
-            max(self.memory_budget - taken, self.memory_budget / 4)
+            max(self.memory_budget - weights, self.memory_budget / 4)
             * _FOR_STATES
             / self.sharers
         )
 
-    def slab_windows(self, length: int) -> int:
+    def window_bytes(self, length: int) -> int:
         width = -(-self.chain.state_size // len(self.chain))
-        most = max(
-            1, self.states_budget // (length * width * 4 * (_CANDIDATES + _TEACHERS))
-        )
-        return most - most % min(most, self.batch_windows(length))
+        return length * width * 4 * (_CANDIDATES + _TEACHERS)
 
     def in_turn(
         self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
@@ -107,18 +104,20 @@ class StreamedEngine(FastEngine):
             start = min(first_block(self.model.anatomy, member) for member in members)
             flights.append(_Flight(group, members, self.model, start))
         flights.sort(key=lambda flight: flight.start)
-        each = self._teacher_bytes // _TEACHERS
+        teacher_states = self._teacher_bytes // _TEACHERS
         room = self.states_budget - self._teacher_bytes
         waves = list(
-            _filled(flights, lambda f: each * (len(f.members) + (f.start < 0)), room)
+            _filled(
+                flights, lambda f: teacher_states * (len(f.members) + (f.start < 0)), room
+            )
         )
         # The teacher moves along and stops where the next wave starts.
         entering = [States(batch.calls.hidden) for batch in self.teacher.batches]
         at = 0
-        for place, wave in enumerate(waves):
+        for number, wave in enumerate(waves):
             following = [
                 f.start
-                for later in waves[place + 1 :]
+                for later in waves[number + 1 :]
                 for f in later
                 if f.start < len(self.chain)
             ]
@@ -181,7 +180,7 @@ class StreamedEngine(FastEngine):
         """Output of the block in which a flight starts."""
         outputs = []
         for perturbation in flight.here(flight.start):
-            student = Student(self.model, perturbation, self.deployed)
+            student = self.student(perturbation)
             with self.perturbed(perturbation, student.weights):
                 outputs.append(
                     self.chain.run(entered, batch.calls, flight.start, flight.start + 1)
@@ -195,12 +194,17 @@ class StreamedEngine(FastEngine):
 
     def _perturbed(self, members: Sequence[Perturbation]) -> AbstractContextManager[None]:
         """Applies what a flight changes behind its first block; only flights with a single member do."""
-        some = next(
-            (member for member in members if member.recipes or member.states), None
+        member = next(
+            (
+                perturbation
+                for perturbation in members
+                if perturbation.recipes or perturbation.states
+            ),
+            None,
         )
-        if some is None or len(members) > 1:
+        if member is None or len(members) > 1:
             return nullcontext()
-        return self.perturbed(some, Student(self.model, some, self.deployed).weights)
+        return self.perturbed(member, self.student(member).weights)
 
     def _compare_wave(self, wave: Sequence[_Flight]) -> None:
         with self.model.present(self.chain.head), self.teacher.running():
@@ -217,19 +221,15 @@ class StreamedEngine(FastEngine):
         together: list[tuple[list[Reading], torch.Tensor]] = []
         for flight in flights:
             states = self._final(flight, batch, number)
-            head = (
-                Student(self.model, flight.outside[0], self.deployed)
-                if len(states) == 1
-                else None
-            )
+            head = self.student(flight.outside[0]) if len(states) == 1 else None
             if head is not None and head.has_own_head:
                 (rows,) = self._compare(batch, states, head)
                 flight.metrics[0] += self._windows(batch, rows())
             else:
                 together += zip(flight.metrics, states, strict=True)
         if together:
-            found = self._compare(batch, [states for _, states in together])
-            for (windows, _), rows in zip(together, found, strict=True):
+            compared = self._compare(batch, [states for _, states in together])
+            for (windows, _), rows in zip(together, compared, strict=True):
                 windows += self._windows(batch, rows())
 
     def _final(self, flight: _Flight, batch: Batch, number: int) -> list[torch.Tensor]:
@@ -247,11 +247,11 @@ def _filled(
     flights: Iterable[_Flight], size: Callable[[_Flight], int], most: int
 ) -> Iterator[list[_Flight]]:
     """In order, as many as fit and at least one."""
-    some: list[_Flight] = []
+    batch: list[_Flight] = []
     for flight in flights:
-        if some and sum(map(size, some)) + size(flight) > most:
-            yield some
-            some = []
-        some.append(flight)
-    if some:
-        yield some
+        if batch and sum(map(size, batch)) + size(flight) > most:
+            yield batch
+            batch = []
+        batch.append(flight)
+    if batch:
+        yield batch

@@ -6,12 +6,14 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
 from kl_lens.base.errors import RunError
 from kl_lens.base.progress import Progress
-from kl_lens.measuring.engines import DEFAULT_MEMORY, FastEngine, memory_on
+from kl_lens.base.system import DEFAULT_MEMORY
+from kl_lens.measuring.engines import FastEngine, memory_on
 from kl_lens.measuring.perturbation import Candidate, Kernels, first_block, key_of
 from kl_lens.measuring.pieces import Done, Found, Job, Layout, Piece, PieceRunner
 from kl_lens.measuring.products import FLOAT32, TF32X3
@@ -74,27 +76,30 @@ class Sweep:
         self.identify(windows, role)
         learnt = self.bind(candidates)
         text, role = role, self._role(role)
-        ids = windows.ids.cpu().numpy().astype(np.int64)
-        known = self.run.identity.get("precision")
-        how = (self.engine, self.memory_budget, self.deployed, self.precision, known)
-        job = Job(candidates, ids, *how, learnt, str(self.run.folder.absolute()))
-        costs = [self._work(candidate) for candidate in candidates]
-        runner = (
-            None
-            if self.workers
-            else PieceRunner(job, job.engine_on(self.model, self.progress.message))
+        job = Job(
+            candidates,
+            windows.ids.cpu().numpy().astype(np.int64),
+            self.engine,
+            self.memory_budget,
+            self.deployed,
+            self.precision,
+            self.run.identity.get("precision"),
+            learnt,
+            str(self.run.folder.absolute()),
         )
-        if runner is not None:
+        costs = [work_of(self.model, candidate, self.engine) for candidate in candidates]
+        runner = None
+        if self.workers is not None:
+            layout = self.workers.begin(job)
+            pieces = layout.spread(costs, self.workers.count)
+        else:
+            runner = PieceRunner(job, job.engine_on(self.model, self.progress.message))
             layout = runner.layout
             pieces = (
                 layout.share(costs, *self.share)
                 if self.share
-                else layout.spread(costs, 1, each=1)
+                else layout.spread(costs, 1, pieces_each=1)
             )
-        else:
-            assert self.workers is not None
-            layout = self.workers.begin(job)
-            pieces = layout.spread(costs, self.workers.count)
         if self.deployed is None and layout.engine == FastEngine.name:
             exact = layout.precision in (FLOAT32, TF32X3)  # as accurate as each other
             self.run.identify({"precision": FLOAT32 if exact else layout.precision})
@@ -103,52 +108,39 @@ class Sweep:
             self.model.warn(
                 f"{layout.fault}; transformers' own code computes this model instead"
             )
-        done = self.run.measured_windows(role)
-        quantizing = [
-            quantizing_work(c, windows.length) / len(windows) for c in candidates
+        stored = self.run.measured_windows(role)
+        shown = [
+            cost + quantizing_work(candidate, windows.length) / len(windows)
+            for candidate, cost in zip(candidates, costs, strict=True)
         ]
-        shown = [cost + more for cost, more in zip(costs, quantizing, strict=True)]
-        reused = self._say_how_much(candidates, pieces, shown, done)
-        left = [
-            piece for piece in (each.left(candidates, done) for each in pieces) if piece
-        ]
+        reused = self._say_how_much(candidates, pieces, shown, stored)
+        missing = [part for piece in pieces if (part := piece.left(candidates, stored))]
         if not noise or self.run.load("noise", role) is not None:
-            left = [replace(piece, noise=False) for piece in left]
-        elif left and not self.share and not self.workers:
-            left[0] = replace(left[0], noise=True)
-        if self.share or (left and self.workers):  # results come in any order
+            missing = [replace(piece, noise=False) for piece in missing]
+        elif missing and not self.share and not self.workers:
+            missing[0] = replace(missing[0], noise=True)
+        if self.share or (missing and self.workers):  # results come in any order
             self.run.expect(role, map(key_of, candidates), _dtype(self.model))
         measured = 0
-        for found in self._results(job, layout, left, runner):
-            if found.teacher:
-                self.run.store_teacher(text, found.teacher)
-            if found.noise is not None:
-                self.run.store("noise", role, found.noise)
-            for index, metrics in found.candidates:
-                fresh = [
-                    w
-                    for w in metrics
-                    if w.window not in done.get(key_of(candidates[index]), ())
-                ]
+        for results in self._results(job, layout, missing, runner):
+            if results.teacher:
+                self.run.store_teacher(text, results.teacher)
+            if results.noise is not None:
+                self.run.store("noise", role, results.noise)
+            for index, readings in results.candidates:
+                key = key_of(candidates[index])
+                known = stored.get(key, ())
+                fresh = [reading for reading in readings if reading.window not in known]
                 if fresh:
-                    key = key_of(candidates[index])
-                    measured = measured + len(fresh)
+                    measured += len(fresh)
                     self.run.store_samples(
-                        role, *key, fresh, found.seconds, _dtype(self.model)
+                        role, *key, fresh, results.seconds, _dtype(self.model)
                     )
-                    self.progress.advanced(
-                        shown[index] * len(fresh), str(candidates[index])
-                    )
+                    work = shown[index] * len(fresh)
+                    self.progress.advanced(work, str(candidates[index]))
         seconds = time.perf_counter() - begin
-        return SweepResult(
-            len(candidates),
-            len(windows),
-            windows.tokens,
-            measured,
-            reused,
-            seconds,
-            layout.precision,
-        )
+        size = (len(candidates), len(windows), windows.tokens)
+        return SweepResult(*size, measured, reused, seconds, layout.precision)
 
     def _results(
         self, job: Job, layout: Layout, pieces: list[Piece], runner: PieceRunner | None
@@ -171,19 +163,18 @@ class Sweep:
         candidates: Sequence[Candidate],
         pieces: Sequence[Piece],
         costs: Sequence[float],
-        done: Done,
+        finished_windows: Done,
     ) -> int:
         """Tells the progress display how much is left; returns the pairs that exist already."""
         reused = 0
         finished = 0.0
         total = 0.0
         for piece in pieces:
-            for index in (index for group in piece.groups for index in group):
-                there = len(
-                    done.get(key_of(candidates[index]), set()).intersection(piece.windows)
-                )
-                reused = reused + there
-                finished = finished + costs[index] * there
+            for index in chain.from_iterable(piece.groups):
+                stored = finished_windows.get(key_of(candidates[index]), set())
+                count = len(stored.intersection(piece.windows))
+                reused += count
+                finished += costs[index] * count
                 total += costs[index] * len(piece.windows)
         self.progress.started(total, finished)
         return reused
@@ -205,24 +196,21 @@ class Sweep:
     def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
         """Records the run's model and text, or refuses others than the recorded ones."""
         self.run.identify(model_identity(self.model))
-        known = windows.provenance()
-        identity = {
-            name: known[name]
-            for name in ("source", "split", "order", "length", "seed", "stride")
-        }
+        about = windows.provenance()
+        names = ("source", "split", "order", "length", "seed", "stride")
+        identity = {name: about[name] for name in names}
         if windows.bos is not None:
             identity["bos"] = windows.bos
         rows = (row.astype(np.int64).tobytes() for row in windows.ids.cpu().numpy())
         texts = [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows]
         self.run.identify_text(role, identity, texts)
-        self.run.store("text", role, known)
+        self.run.store("text", role, about)
 
     def bind(self, candidates: Sequence[Candidate]) -> str | None:
         """Records the digest of the statistics that learnt recipes use: results from different ones must not be
         mixed."""
-        learnt = self.model.weights.learnt_by(
-            each.recipe for each in candidates if not each.is_state
-        )
+        recipes = (c.recipe for c in candidates if not c.is_state)
+        learnt = self.model.weights.learnt_by(recipes)
         if learnt is not None:
             self.run.identify({"statistics": learnt})
         return learnt
@@ -231,19 +219,12 @@ class Sweep:
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
     ) -> float:
         """Approximate multiplications for everything that the run does not hold yet."""
-        done = self.run.measured_windows(self._role(role))
-        left = [
-            len(windows) - len(done.get(key_of(c), set()) & {*range(len(windows))})
-            for c in candidates
-        ]
-        return (
-            2.0
-            * windows.length
-            * sum(n * self._work(c) for n, c in zip(left, candidates, strict=True))
-        )
-
-    def _work(self, candidate: Candidate) -> float:
-        return work_of(self.model, candidate, self.engine)
+        stored = self.run.measured_windows(self._role(role))
+        work = 0.0
+        for candidate in candidates:
+            missing = {*range(len(windows))} - stored.get(key_of(candidate), set())
+            work += len(missing) * work_of(self.model, candidate, self.engine)
+        return 2.0 * windows.length * work
 
 
 def work_of(
@@ -251,25 +232,19 @@ def work_of(
 ) -> float:
     """Relative cost of a candidate: the parameters of the blocks it runs through, and twice the head's."""
     anatomy = model.anatomy
-    start = (
-        max(0, first_block(anatomy, candidate.perturbation))
-        if engine == FastEngine.name
-        else 0
-    )
-    blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(
-        1, anatomy.blocks
-    )
+    start = 0
+    if engine == FastEngine.name:
+        start = max(0, first_block(anatomy, candidate.perturbation))
+    inside = sum(c.parameters for c in anatomy.candidates if c.block is not None)
+    block = inside / max(1, anatomy.blocks)
     head = anatomy.component(anatomy.head).parameters
-    return blocks * (anatomy.blocks - start) + 2 * head
+    return block * (anatomy.blocks - start) + 2 * head
 
 
 def quantizing_work(candidate: Candidate, length: int) -> float:
     """Cost of quantizing a candidate's weight, in units of `work_of` per window; for forecasts only."""
-    return (
-        candidate.component.parameters
-        * QUANTIZING.get(candidate.recipe.method, 0.0)
-        / length
-    )
+    work = QUANTIZING.get(candidate.recipe.method, 0.0)
+    return candidate.component.parameters * work / length
 
 
 def error_work(candidate: Candidate) -> float:
@@ -283,20 +258,17 @@ def windows_by_cost(
     """How many windows to measure on by default: on a CPU as many as take about as long as quantizing, on a GPU as many
     as its allowance of multiplications permits and four rounds of its free memory hold. Counted, not timed, so that a
     busy machine changes nothing."""
-    once = {
-        each.component.name: each for each in candidates
-    }.values()  # about what a plan needs
-    each = length * sum(work_of(model, candidate) for candidate in once)
-    quantizing = sum(quantizing_work(candidate, 1) for candidate in once)
-    most = MOST_WINDOWS
-    if on_gpu := model.chain.device.type == "cuda":
+    one_of_each = {candidate.component.name: candidate for candidate in candidates}
+    plan = one_of_each.values()  # about what a plan needs
+    per_window = length * sum(work_of(model, candidate) for candidate in plan)
+    if model.chain.device.type == "cuda":
+        vocabulary, width = model.anatomy.component(model.anatomy.head).shape
         states = memory_on(model.chain.device, DEFAULT_MEMORY) // 2
-        head = model.anatomy.component(model.anatomy.head)
-        most = min(
-            most,
-            4 * states // window_bytes(model.chain, length, head.shape[1], head.shape[0]),
-        )
-    most = min(most, int((GPU_WORK if on_gpu else quantizing) / each))
+        fitting = 4 * states // window_bytes(model.chain, length, width, vocabulary)
+        most = min(MOST_WINDOWS, fitting, int(GPU_WORK / per_window))
+    else:
+        quantizing = sum(quantizing_work(candidate, 1) for candidate in plan)
+        most = min(MOST_WINDOWS, int(quantizing / per_window))
     return max(LEAST_WINDOWS, most // LEAST_WINDOWS * LEAST_WINDOWS)
 
 

@@ -55,7 +55,7 @@ class Batch:
     answers: torch.Tensor  # the same, on the host
     inputs: list[States] = field(default_factory=list)  # of each block
     states: torch.Tensor = field(init=False)  # (windows, time, width): the head's inputs
-    kept: TeacherRows | None = None  # logits of all rows, when memory suffices
+    stored_rows: TeacherRows | None = None  # logits of all rows, when memory suffices
     cross_entropy: Floats = field(init=False)  # of each window, summed
     signal: Floats = field(init=False)  # Σ squared logits of each row
 
@@ -112,10 +112,10 @@ class Teacher:
                 # Slabs are cut so that this holds, unless one window is too large; then logits are computed each time.
                 if budget is not None and ids.numel() * vocabulary * 4 <= budget:
                     self._keep(batch)
-                seen = [
+                chunks = [
                     (t.cross_entropy.cpu().numpy(), t.signal) for _, t in self.rows(batch)
                 ]
-                entropies, signals = map(np.concatenate, zip(*seen, strict=True))
+                entropies, signals = map(np.concatenate, zip(*chunks, strict=True))
                 batch.cross_entropy = entropies.reshape(batch.targets.shape).sum(1)
                 batch.signal = signals
 
@@ -136,15 +136,15 @@ class Teacher:
             logits[rows] = part.logits
             lse[rows] = part.lse
             top[rows] = part.top
-        batch.kept = TeacherRows(logits, lse, top, batch.targets.flatten())
+        batch.stored_rows = TeacherRows(logits, lse, top, batch.targets.flatten())
 
     def _chunks(self, batch: Batch) -> Iterator[slice]:
         for first in range(0, batch.rows, self.row_chunk):
             yield slice(first, min(first + self.row_chunk, batch.rows))
 
     def _rows_of(self, batch: Batch, rows: slice) -> TeacherRows:
-        if batch.kept is not None:
-            return batch.kept.some(rows)
+        if batch.stored_rows is not None:
+            return batch.stored_rows.some(rows)
         with self.running():
             logits = self.chain.logits(batch.states.flatten(0, 1)[rows])
         return TeacherRows.of(logits, batch.targets.flatten()[rows])

@@ -43,7 +43,7 @@ def tuned(
     recipes: Mapping[str, Recipe],
     ids: torch.Tensor,
     rates: TuningRates | None = None,
-    progress: Callable[[int, int], None] = lambda done, steps: None,
+    progress: Callable[[int, int], None] = lambda finished, steps: None,
 ) -> dict[str, Quantized]:
     """Component → its tuned form, for those of the plan that have FP16 scales. `ids`: the text, (windows, length);
     `progress` gets (steps done, steps)."""
@@ -152,8 +152,8 @@ class _Tunable:
     def stored(self) -> Quantized:
         with torch.no_grad():
             whole, small = self._stored_scales()
-        made = with_scales(self._format, self._quantized, whole)
-        return with_small_scales(self._format, made, small) if small else made
+        tuned = with_scales(self._format, self._quantized, whole)
+        return with_small_scales(self._format, tuned, small) if small else tuned
 
 
 def _rounded(
@@ -175,12 +175,13 @@ class _Student(torch.nn.Module):
         self.model = model.model
         self._opened = model
         named = list(model.model.named_parameters(remove_duplicate=False))
-        own = {
+        identities = {
             c.name: {id(p) for p in model.parameters_of(c)}
             for c in model.anatomy.candidates
         }
         self._names = {
-            name: [n for n, p in named if id(p) in ids] for name, ids in own.items()
+            name: [n for n, p in named if id(p) in ids]
+            for name, ids in identities.items()
         }
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Order:
     """The model that every worker opens, and with what."""
 
     model: str  # a name or path valid on every machine
-    how: Mapping[str, Any]  # dtype, device, …
+    opening: Mapping[str, Any]  # dtype, device, …
     fingerprint: str
     threads: int = 1
     gpus: int = 0
@@ -136,15 +136,15 @@ class Worker:
         import numba
 
         order = self._order
-        own = (__version__, METRICS_VERSION)
-        if order.version != own:
+        version = (__version__, METRICS_VERSION)
+        if order.version != version:
             raise RunError(
                 "it has kl-lens {} (metrics {}), the command {} (metrics {}); install the same version "
-                "everywhere".format(*own, *order.version)
+                "everywhere".format(*version, *order.version)
             )
         torch.set_num_threads(order.threads)
         numba.set_num_threads(min(order.threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-        model = load(order.model, **order.how)
+        model = load(order.model, **order.opening)
         model.warn = lambda _: None  # the layout says it
         if model.fingerprint != order.fingerprint:
             raise RunError(f"{order.model} has other weights there than here")
@@ -188,12 +188,12 @@ class Workers:
         """Yields results as they come; returns the pieces that no worker could do."""
         queue = list(pieces)
         again = list[Piece]()
-        found = list[Found]()
+        results = list[Found]()
         while True:
-            while self._idle and (left := queue or again):  # what failed comes last
+            while self._idle and (pending := queue or again):  # what failed comes last
                 worker, windows = self._idle.popitem()
-                self._give(worker, _taken(left, windows))
-            yield from found  # workers do not wait until this is committed
+                self._give(worker, _taken(pending, windows))
+            yield from results  # workers do not wait until this is committed
             if not self._busy or not (
                 queue or again or any(piece for _, _, piece in self._busy.values())
             ):
@@ -202,11 +202,11 @@ class Workers:
                 (piece, answer) for piece, answer in self._heard() if piece is not None
             ]
             again += [piece for piece, answer in heard if isinstance(answer, str)]
-            found = [
-                each
+            results = [
+                result
                 for _, answer in heard
                 if not isinstance(answer, str)
-                for each in answer
+                for result in answer
             ]
 
     def close(self) -> None:
@@ -252,12 +252,12 @@ class Workers:
 
 def _taken(pieces: list[Piece], windows: tuple[int, ...]) -> Piece:
     """The largest piece on these windows, whose teacher the worker has, or on those with the most work left."""
-    left: dict[tuple[int, ...], float] = {}
+    work_on: dict[tuple[int, ...], float] = {}
     for piece in pieces:
-        left[piece.windows] = left.get(piece.windows, 0.0) + piece.work
+        work_on[piece.windows] = work_on.get(piece.windows, 0.0) + piece.work
     best = max(
         pieces,
-        key=lambda piece: (piece.windows == windows, left[piece.windows], piece.work),
+        key=lambda piece: (piece.windows == windows, work_on[piece.windows], piece.work),
     )
     pieces.remove(best)
     return best
@@ -276,13 +276,13 @@ def hired(
     with ExitStack() as ending:
         if ray is None:
             count = count or 1
-            each = copy_bytes + PROCESS_BYTES
+            worker_bytes = copy_bytes + PROCESS_BYTES
             free = available_memory()
-            most = max(1, min(_MOST * processors(), free // each))
+            most = max(1, min(_MOST * processors(), free // worker_bytes))
             if count > most:
                 raise KLLensError(
                     f"--workers {count}: {processors()} processors and {human_bytes(free)} of free memory are enough "
-                    f"for {most}; each needs {human_bytes(each)}"
+                    f"for {most}; each needs {human_bytes(worker_bytes)}"
                 )
             order = replace(order, threads=max(1, threads_here() // count), sharers=count)
         else:
@@ -329,16 +329,19 @@ def _ray(address: str, count: int | None) -> Any:
     os.environ |= {
         name: os.environ.get(name, value) for name, value in _RAY_SETTINGS.items()
     }
-    how: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         import ray
 
         if address == "local":
-            how |= {"num_cpus": max(processors(), count or 1), "include_dashboard": False}
+            options |= {
+                "num_cpus": max(processors(), count or 1),
+                "include_dashboard": False,
+            }
         elif address != "auto":  # Ray itself tries for minutes
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address, **how)
+        ray.init(address, **options)
     except ImportError:
         raise KLLensError(
             "--ray needs Ray; install it with: pip install 'kl-lens[ray]'"
@@ -353,22 +356,22 @@ def _ray(address: str, count: int | None) -> Any:
 
 def _on_ray(ray: Any, address: str, order: Order, count: int | None) -> tuple[Order, int]:
     """The order with each worker's threads and GPU, and the number of workers."""
-    there = ray.cluster_resources()
-    cpus = int(there.get("CPU", 0))
-    gpus = int(there.get("GPU", 0))
-    wanted = str(order.how.get("device", "cpu"))
-    each = int(wanted.startswith("cuda") or (wanted == "auto" and gpus > 0))
+    resources = ray.cluster_resources()
+    cpus = int(resources.get("CPU", 0))
+    gpus = int(resources.get("GPU", 0))
+    wanted = str(order.opening.get("device", "cpu"))
+    gpus_each = int(wanted.startswith("cuda") or (wanted == "auto" and gpus > 0))
     nodes = [
         int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]
     ]
-    count = count or (gpus if each else len(nodes)) or 1
-    if count > cpus or each * count > gpus:
+    count = count or (gpus if gpus_each else len(nodes)) or 1
+    if count > cpus or gpus_each * count > gpus:
         raise KLLensError(
-            f"--ray {address}: {count} workers need a CPU and {each} GPUs each; there are {cpus} CPUs and {gpus} "
+            f"--ray {address}: {count} workers need a CPU and {gpus_each} GPUs each; there are {cpus} CPUs and {gpus} "
             "GPUs; use fewer --workers"
         )
     # As many threads as possible with each worker inside one machine.
     fitting = (
         t for t in range(cpus // count, 1, -1) if sum(cpu // t for cpu in nodes) >= count
     )
-    return replace(order, threads=next(fitting, 1), gpus=each), count
+    return replace(order, threads=next(fitting, 1), gpus=gpus_each), count

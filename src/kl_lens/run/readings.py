@@ -284,5 +284,20 @@ def paired_drop(before: Floats, after: Floats) -> Estimate:
     )
 
 
+def paired_by_token(
+    readings: Sequence[Reading], original: Sequence[Reading], array: str, stretch: int
+) -> tuple[Estimate, int]:
+    """The mean difference of all tokens, and the number of stretches of tokens that its error is from."""
+    sums = []
+    sizes = []
+    for reading, before in zip(readings, original, strict=True):
+        change = reading.by_token(array).astype(float) - before.by_token(array)
+        # The last stretch takes what is left over.
+        starts = stretch * np.arange(max(1, len(change) // stretch))
+        sums.append(np.add.reduceat(change, starts))
+        sizes.append(np.diff([*starts, len(change)]).astype(float))
+    return ratio(np.concatenate(sums), np.concatenate(sizes)), sum(map(len, sums))
+
+
 def _exp(value: float) -> float:
     return math.exp(min(value, _LARGEST_EXPONENT))

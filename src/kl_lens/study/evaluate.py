@@ -59,6 +59,7 @@ class EvaluateSettings(Settings):
             metavar="DEVICE",
         ),
     )
+    memory_budget: of.Size = of.memory()
     artifact: tuple[Path, ...] = of.of_files()
     plan: str = of.of_plans()
     targets: of.Names | None = option(
@@ -291,7 +292,7 @@ class Judge:
         **evaluator: Any,
     ) -> None:
         """`stored`: the run is the user's own; `again`: what it holds is measured again; `others`, `deciding`: files by
-        their keys, as in `Evaluator.judge_text`; `evaluator`: more arguments of `Evaluator`."""
+        their keys, as in `Evaluator.judge`; `evaluator`: more arguments of `Evaluator`."""
         self._run = run
         self._session = session
         self._task = task
@@ -309,7 +310,11 @@ class Judge:
         self._deciding = deciding
         self._how = evaluator
         self._journal = judging.ScoreJournal(run, again=again)
-        self._original = None if model is None else judging.JudgedModel(model)
+        self._original = (
+            None
+            if model is None
+            else judging.JudgedModel(model, memory_budget=session.memory_budget)
+        )
         self.result = EvaluateResult(
             notes=[*selection.notes], failures={**selection.failures}
         )
@@ -336,12 +341,16 @@ class Judge:
         self._session.refuse_overlap(self._run, text.windows, self._task)
         with self._going_on(), self._session.events.progress(text.label) as progress:
             evaluator = judging.Evaluator(
-                self._journal, self._original, progress, **self._how
+                self._journal,
+                text,
+                self._original,
+                kinds,
+                progress,
+                self._session.memory_budget,
+                **self._how,
             )
             try:
-                judgement = evaluator.judge_text(
-                    self._subjects, text, kinds, self._others, self._deciding
-                )
+                judgement = evaluator.judge(self._subjects, self._others, self._deciding)
             finally:
                 evaluator.close()
         # From here on, PyTorch stands in for the same files.

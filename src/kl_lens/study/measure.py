@@ -20,8 +20,7 @@ from typing import Any
 
 from kl_lens import planning
 from kl_lens.base.errors import BudgetError, KLLensError, PlanError, UnlearntError
-from kl_lens.base.system import available_memory
-from kl_lens.measuring.engines import DEFAULT_MEMORY
+from kl_lens.base.system import DEFAULT_MEMORY, available_memory
 from kl_lens.measuring.perturbation import (
     Candidate,
     find_candidates,
@@ -151,10 +150,7 @@ class MeasureSettings(Settings):
     )
     limits: Limits = group(Limits)  # measure only what such a plan can use
     exhaustive: bool = of.wanted(False, "measure every component in every recipe")
-    memory_budget: of.Size = _how(
-        DEFAULT_MEMORY,
-        "for cached states, and for weights if the model is larger; on a GPU the default is most of its free memory",
-    )
+    memory_budget: of.Size = of.memory()
     precision: str | None = _how(
         None,
         "of matrix products on a GPU; tf32 adds noise, which is reported (default: tf32x3, nearly as exact as "

@@ -13,7 +13,6 @@ from typing import Any
 from kl_lens import planning
 from kl_lens.base.errors import PlanError, TextError
 from kl_lens.base.units import human_bytes, human_speed, spell_share
-from kl_lens.judging.choosing import paired_difference
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.planning.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
@@ -103,6 +102,7 @@ class PlanSettings(Settings):
     model: of.Model | None = of.moved_model()
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
+    memory_budget: of.Size = of.memory()
     paper: str | None = _paper(
         None,
         "uniform INT8 and INT4, and points 01 to 10 (gpu: of INT8 and FP16)",
@@ -226,6 +226,7 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
             settings.model,
             settings.opening,
             weights=settings.weights,
+            memory_budget=settings.memory_budget,
         )
         planner = TargetPlanner(
             session, run, settings.target, settings.held_out, opened, settings.limits
@@ -574,9 +575,8 @@ def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
     assignment = plan.assignment | spelled
     before = meter.measure(plan.assignment)
     after = meter.measure(assignment)
-    gain = paired_difference(after.windows, before.windows)
     change = f"KL {before.kl.value:.4g} before and {after.kl.value:.4g} after, on {meter.text.label}"
-    if gain.mean >= 0:
+    if (after.windows - before.windows).mean() >= 0:
         events.note(
             f"{plan.name}: tuning did not help ({change}); the plan stays as it was"
         )

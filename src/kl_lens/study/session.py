@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import RunError, TextError
+from kl_lens.base.system import DEFAULT_MEMORY
 from kl_lens.study.events import Events
 from kl_lens.study.settings import (
     AUTO,
@@ -58,7 +59,7 @@ class Session:
         self._in_run: dict[tuple[int, Path, Path], LoadedModel] = {}
         self._drawn: dict[tuple[object, ...], Windows] = {}
         self._from_start: dict[tuple[object, ...], Windows] = {}  # evaluation texts
-        self.memory_budget: int | None = None  # of the command; None: the usual one
+        self.memory_budget = DEFAULT_MEMORY  # of the command
         self._notes = {""}  # about texts, said so far
         self._apart: set[tuple[str, str]] = (
             set()
@@ -71,7 +72,7 @@ class Session:
         """Checks the settings, runs the command that they are for, and returns its result. Prints
         nothing."""
         settings.check()
-        self.memory_budget = getattr(settings, "memory_budget", None)
+        self.memory_budget = getattr(settings, "memory_budget", DEFAULT_MEMORY)
         home = sys.modules[f"{__package__}.{settings.verb}"]
         return getattr(home, settings.verb)(settings, self)
 
@@ -88,7 +89,6 @@ class Session:
         """The opened model. `weights`: where they have to be; None: in memory, or on disk if it is open there."""
         if self._given is not None:
             return self._given
-        from kl_lens.measuring.engines import DEFAULT_MEMORY
         from kl_lens.model import load, own_images, pinned
         from kl_lens.model.tasks import JUDGED
         from kl_lens.run.positions import context_of
@@ -302,13 +302,12 @@ class Session:
         self, model: LoadedModel, windows: Windows, target: str | None = None
     ) -> PlanMeter:
         """Measures whole plans on a text; `target`: with activations as its kernels quantize them."""
-        from kl_lens.measuring.engines import DEFAULT_MEMORY
         from kl_lens.measuring.joint import PlanMeter
         from kl_lens.targets import deployed
 
         key = (id(model), windows.fingerprint, target)
         meter = self._meters.pop(key, None) or PlanMeter(
-            model, windows, self.memory_budget or DEFAULT_MEMORY, deployed(target)
+            model, windows, self.memory_budget, deployed(target)
         )
         self._meters[key] = meter
         while len(self._meters) > KEPT_METERS:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from kl_lens.base import units
 from kl_lens.base.errors import KLLensError, PlanError
 from kl_lens.base.files import require_outside_models, require_own_file
+from kl_lens.base.system import DEFAULT_MEMORY
 from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS, SessionSettings
 from kl_lens.targets.abilities import Usage
 
@@ -637,6 +638,12 @@ class Runtime:
 
 # -- options that several commands have ---------------------------------------------------------------------
 
+memory = partial(
+    loading,
+    DEFAULT_MEMORY,
+    "for cached states and outputs, and for weights if the model is larger; on a GPU the default is most of its free "
+    "memory",
+)
 of_run = partial(option, None, f"the run folder (default: {DEFAULT_RUN})")
 of_new_run = partial(option, None, "the run folder (default: runs/<model>)")
 of_model = partial(option, DEFAULT_MODEL, VERB_MODEL, positional=True, nargs="?")

@@ -40,7 +40,12 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
     events = session.events
     # Opened in memory, it stays there for all stages.
     weights = of.MEMORY if settings.needs_memory() else settings.weights
-    model = session.model(settings.model, settings.opening, weights=weights)
+    model = session.model(
+        settings.model,
+        settings.opening,
+        weights=weights,
+        memory_budget=settings.memory_budget,
+    )
     if settings.estimate:
         settings = _completed(settings, model, None)
         return estimate(settings, model, opened=time.perf_counter() - begin)

@@ -35,7 +35,9 @@ def leaves_time(model: LoadedModel) -> bool:
 
 
 class Background:
-    def __init__(self, model: LoadedModel, opening: Opening, folder: Path) -> None:
+    def __init__(
+        self, model: LoadedModel, opening: Opening, folder: Path, memory_budget: int
+    ) -> None:
         self.files: Ahead | None = None  # that are read
         self._apart: Aside | None = None  # quantizes
         self._quantized: dict[str, Future[None]] = {}  # by target
@@ -45,7 +47,7 @@ class Background:
         # Of a small model several files are read at once, because one does not keep all processors busy, and its stock
         # recipes are quantized before another process could start.
         large = is_large(model)
-        self.files = Ahead(1 if large else AT_ONCE)
+        self.files = Ahead(1 if large else AT_ONCE, memory_budget)
         if large:
             self._apart = aside(
                 max(1, processors() - SPARED),

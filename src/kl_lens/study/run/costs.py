@@ -12,10 +12,10 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from kl_lens.base.system import processors
+from kl_lens.base.system import DEFAULT_MEMORY, processors
 from kl_lens.judging.scoring import COMPARED_WINDOWS
 from kl_lens.measuring import screening
-from kl_lens.measuring.engines import DEFAULT_MEMORY, memory_on
+from kl_lens.measuring.engines import memory_on
 from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.measuring.sweep import quantizing_work, work_of
 from kl_lens.measuring.teacher import batch_tokens, window_bytes
@@ -186,7 +186,7 @@ class Costs:
             self._model.chain, self._length, head.shape[-1], head.shape[-2]
         )
         largest = max(c.parameters for c in self._model.anatomy.candidates)
-        measured = min(DEFAULT_MEMORY, states) + 12 * largest
+        measured = min(self._settings.memory_budget, states) + 12 * largest
         writing = max(get_target(target).writing_bytes for target in self._targets)
         written = int(writing * self._weights)
         return psutil.Process().memory_info().rss + max(measured, written)

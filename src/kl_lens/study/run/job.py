@@ -44,7 +44,9 @@ class Job:
         self.journal = journal
         self.events = session.events
         self.folder = journal.folder
-        self.background = Background(model, settings.opening, journal.folder)
+        self.background = Background(
+            model, settings.opening, journal.folder, settings.memory_budget
+        )
         self.targets = [*settings.wanted]  # those that still get a file
         self.exported: dict[str, Path] = {}  # target → folder of the recommendation
         self.early: dict[str, str] = {}  # target → stock plan that was exported ahead
@@ -58,6 +60,7 @@ class Job:
             settings.opening,
             settings.weights,
             session.events,
+            memory_budget=settings.memory_budget,
         )
         self._opened = model
         self._stock: dict[str, list[Plan]] = {}

@@ -98,7 +98,7 @@ class MeasureFormats(Stage):
         )
         return measure.measure_recipes(
             job.session,
-            Sweep(job.model, job.journal),
+            Sweep(job.model, job.journal, memory_budget=job.settings.memory_budget),
             formats,
             job.draw_windows(),
             job.hire,
@@ -149,7 +149,7 @@ class MeasureCaches(OfTarget):
         text = replace(job.settings.calibration, windows=None, window_length=None)
         return measure.measure_states(
             job.session,
-            Sweep(job.model, job.journal),
+            Sweep(job.model, job.journal, memory_budget=job.settings.memory_budget),
             job.session.calibration_windows(
                 measure.states_text(text, job.model), job.model.task
             ),

@@ -44,6 +44,7 @@ class RunSettings(of.Settings):
     model: of.Model = of.of_model()
     opening: Opening = group(Opening)
     weights: str = of.place_of_weights()
+    memory_budget: of.Size = of.memory()
     calibration: Calibration = group(
         Calibration,
         windows=of.calibration_text(
