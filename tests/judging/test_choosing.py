@@ -65,6 +65,16 @@ def test_the_best_rival_that_is_no_larger_and_not_worse_wins() -> None:
     )  # now it is larger
 
 
+def test_of_equally_good_rivals_the_smaller_wins_and_sizes_within_two_percent_are_one() -> (
+    None
+):
+    rivals = [contender(name, size, 0.008) for name, size in (("a", 99), ("b", 95))]
+    assert contest(contender("ours", 100, 0.010), rivals).winner == "b"
+    thousand = contender("thousand", 1000, 0.01)
+    for size, alike in ((980, True), (979, False), (1020, True), (1021, False)):
+        assert contender("other", size, 0.01).is_as_large_as(thousand) == alike
+
+
 def test_what_could_be_anything_decides_nothing() -> None:
     """The error hides whether the rival is better or worse, or there is no error at all."""
     unclear = contender("unclear", 90, 0.0101, noise=0.01)

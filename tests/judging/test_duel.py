@@ -37,6 +37,8 @@ def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Contender:
             ["a is better than b, although it is smaller"],
         ),
         ([("a", 3.0, 0.03), ("b", 4.0, 0.02)], []),
+        ([("b", 4.0, 0.02), ("a", 4.0, 0.02)], ["a and b have the same size"]),
+        ([("a", 3.0, 0.02), ("b", 4.0, 0.0201, 0.004)], ["a is smaller than b (3 MB"]),
         (
             [("a", 4.0, 0.02), ("b", 4.0, 0.03), ("c", 4.0, 0.04)],
             ["a is better than b", "a is better than c"],

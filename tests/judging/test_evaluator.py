@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,8 @@ from kl_lens.judging import (
     read_scores,
     run_subjects,
 )
-from kl_lens.judging.ahead import lanes_for, side_by_side
+from kl_lens.judging.ahead import Ahead, lanes_for, side_by_side
+from kl_lens.judging.duel import entrants
 from kl_lens.judging.scoring import (
     AGREES,
     AS_DEPLOYED,
@@ -36,6 +38,7 @@ from kl_lens.judging.scoring import (
     differences,
     within,
 )
+from kl_lens.judging.texts import text_window
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel, load
 from kl_lens.model.kernels import swap
@@ -51,6 +54,7 @@ GGUFReader = pytest.importorskip("gguf", reason="needs the extra gguf").GGUFRead
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
 SETTINGS = SessionSettings(threads=1)
+OTHER = "wikitext2:valid"
 ROOM = 1 << 62  # bytes: more memory than there is
 
 
@@ -221,6 +225,22 @@ def test_the_rule_looks_at_differences_by_token(windows: int, length: int) -> No
         assert within(differences(other, rounded)) == agrees
 
 
+def test_of_very_few_tokens_only_a_large_difference_counts() -> None:
+    """Fifteen tokens are one stretch, which has no error; of sixteen, two stretches agree about a small shift."""
+
+    def readings(losses: np.ndarray) -> list[Reading]:
+        arrays = {NLL: packed(losses)}
+        return [Reading(0, len(losses), len(losses), {}, arrays)]
+
+    for count, allowed in ((15, 0.0099), (16, 0.00099)):
+        expected = np.linspace(1, 3, count)
+        assert within(differences(readings(expected + allowed), readings(expected)))
+        shifted = readings(expected + 1.03 * allowed)
+        assert not within(differences(shifted, readings(expected)))
+        change, _ = differences(shifted, readings(expected))["cross_entropy"]
+        assert change.value == pytest.approx(1.03 * allowed, rel=1e-3)
+
+
 @pytest.mark.parametrize("shipped", ["gguf"], indirect=True)
 def test_if_pytorch_is_the_side_that_is_wrong_it_is_computed_again_and_said(
     shipped: Path, reference: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -384,7 +404,16 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
                 ScoreJournal(run), text, JudgedModel(model), progress=progress
             )
             outcome = judge.judge([JudgedArtifact(f.path, settings) for f in files])
+            # Smallest first, with the KL of their scores; nothing on a text that was not judged whole.
+            side = entrants(ScoreJournal(run), outcome.judged, text)
+            longer = replace(text, items=(*text.items, text_window((1, 2, 3))))
+            assert entrants(ScoreJournal(run), outcome.judged, longer) == []
         assert not outcome.failures
+        assert [entrant.bytes for entrant in side] == sorted(
+            file.target.loaded_bytes(file.path) for file in files
+        )
+        means = [s.values["kl_mean"] for s in outcome.scores if s.kind == "divergence"]
+        assert {entrant.values["kl_mean"] for entrant in side} == set(means)
         found[name] = [(s.subject.label, s.kind, s.values) for s in outcome.scores]
         shares, every, windows = *zip(*heard, strict=True), len(text.items)
         assert list(shares) == sorted(set(shares))
@@ -393,6 +422,36 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
         assert len(every) == 3 * windows + 2 * COMPARED_WINDOWS
         assert forecast.share == 1  # one scale for all of it
     assert found["together"] == found["alone"]
+
+
+def test_files_are_read_ahead_within_the_memory(
+    model: LoadedModel,
+    text: EvaluationText,
+    exported: Callable[[str], Path],
+    tiny_folder: Path,
+) -> None:
+    folder = exported("gguf")
+    file = JudgedArtifact(folder, SETTINGS, folder.name)
+    longer = prepare(str(tiny_folder / "text.txt"), model.task, window=48, limit=8)
+    size = 6 * 48 * 97 * 4  # bytes of the logits of the text
+    little = Ahead(1, size - 1)
+    little.read(folder, SETTINGS, text, 97)
+    assert little.take(file, text) == []
+    enough = Ahead(1, size)
+    enough.read(folder, SETTINGS, text, 97)
+    arrived = enough.take(file, longer)
+    assert [item.window for item in arrived] == [0, 1, 2, 3, 4, 5]
+    assert enough.take(file, longer) == []  # once
+    with file.open() as session:
+        for item in arrived:
+            expected = session.logits(longer.items[item.window].ids)
+            np.testing.assert_array_equal(item.logits, expected)
+    enough.read(folder, SETTINGS, longer, 97)
+    assert enough.take(file, longer) == []  # too large
+    enough.read(folder, SETTINGS, prepare(OTHER, model.task, window=48, limit=6), 97)
+    assert enough.take(file, text) == []
+    for reader in (little, enough):
+        reader.stop()
 
 
 def test_how_many_run_at_once(
@@ -407,7 +466,7 @@ def test_how_many_run_at_once(
         assert lanes_for(one_file, 0, ROOM) == alone
     assert lanes_for(files, 1 << 60, ROOM) == alone  # no free memory for logits
     # Two files at 2.5 times their size, two windows of logits each and one besides.
-    largest = sorted(file.bytes for file in files)[-2:]
+    largest = sorted(file.target.loaded_bytes(file.path) for file in files)[-2:]
     need = int(2.5 * sum(largest)) + 5 * 1000
     assert lanes_for(files, 1000, need + 1) == (2, files)
     assert lanes_for(files, 1000, need) == alone

@@ -1,6 +1,7 @@
 """Tasks: our sessions as lm-eval's model, local files, paired drops, and going on after an interruption."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from kl_lens.base.errors import TextError
 from kl_lens.base.progress import Progress
 from kl_lens.judging import JudgedModel, ScoreJournal, TorchSession, read_scores
-from kl_lens.judging.tasks import TaskData, chosen_tasks
+from kl_lens.judging.tasks import TaskData, TaskExamples, chosen_tasks, task_values
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
@@ -163,6 +164,24 @@ def test_an_interrupted_task_goes_on(
     assert whole.scores[1].values["acc_drop"].value == pytest.approx(
         before - after
     )  # paired by example
+
+
+def test_a_drop_is_a_loss_in_either_direction_and_last_words_have_a_perplexity() -> None:
+    def examples(**metrics: list[float]) -> TaskExamples:
+        better = {"acc": True, "errors": False, "perplexity": False}
+        return TaskExamples("task", metrics, better, None, "1", 0)
+
+    before = examples(acc=[1, 1, 0, 1], errors=[0, 2, 1, 3], perplexity=[-1, -3, -2, -2])
+    after = examples(acc=[1, 0, 0, 1], errors=[1, 2, 3, 3], perplexity=[-1, -3, -2, -2])
+    values = task_values(after, before)
+    assert values["acc_drop"].value == pytest.approx(0.25)
+    assert values["errors_drop"].value == pytest.approx(0.75)
+    assert values["errors"].value == pytest.approx(2.25)
+    assert values["last_word_perplexity"].value == pytest.approx(math.exp(2))
+    assert "perplexity_drop" not in values
+    assert set(task_values(after)) == {"acc", "errors", "last_word_perplexity"}
+    fewer = examples(acc=[1, 1, 0], errors=[0, 2, 1], perplexity=[])
+    assert "acc_drop" not in task_values(after, fewer)
 
 
 def test_what_is_missing_is_named(
