@@ -205,7 +205,7 @@ def compare(
                 continue
             difference = paired_difference(our_file.kl, rival_file.kl)
             apart = (
-                difference.mean / difference.standard_error
+                difference.value / difference.standard_error
                 if difference.standard_error
                 else 0.0
             )

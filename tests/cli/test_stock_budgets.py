@@ -79,7 +79,7 @@ def test_our_plan_that_is_no_larger_is_never_worse(
                 meter.measure(plan.assignment).windows,
                 meter.measure(rival.assignment).windows,
             )
-            assert difference.mean <= 2 * difference.standard_error, (
+            assert difference.value <= 2 * difference.standard_error, (
                 rival.name,
                 difference,
                 plan.made_by,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.judging.choosing import PairedDifference
 from kl_lens.model import load
 from kl_lens.run.folder import TUNING, Run
+from kl_lens.run.records import Estimate
 from kl_lens.targets import read_artifact
 from kl_lens.weights.recipes import Recipe
 
@@ -24,7 +24,7 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
 ) -> None:
     run = tmp_path / "run"
     if not helps:
-        worse = PairedDifference(1.0, 0.1)
+        worse = Estimate(1.0, 0.1)
         monkeypatch.setattr(
             "kl_lens.study.plan.paired_difference",
             lambda tuned_windows, plain_windows: worse,

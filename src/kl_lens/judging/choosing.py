@@ -42,11 +42,15 @@ class Contender:
         return abs(self.bytes - rival.bytes) <= SAME_SIZE * max(self.bytes, rival.bytes)
 
 
-def difference_of(subject: Contender, reference: Contender) -> Estimate:
+def paired_difference(windows: Windows, reference: Windows) -> Estimate:
     """KL of one subject minus that of another on the same windows; negative is better."""
+    return mean(windows - reference)
+
+
+def difference_of(subject: Contender, reference: Contender) -> Estimate:
     assert subject.windows is not None
     assert reference.windows is not None
-    return mean(subject.windows - reference.windows)
+    return paired_difference(subject.windows, reference.windows)
 
 
 def interval(subject: Contender, reference: Contender) -> tuple[float, float]:

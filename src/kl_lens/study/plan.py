@@ -13,6 +13,7 @@ from typing import Any
 from kl_lens import planning
 from kl_lens.base.errors import PlanError, TextError
 from kl_lens.base.units import human_bytes, human_speed, spell_share
+from kl_lens.judging.choosing import paired_difference
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.planning.points import PIPELINES, PUBLISHED_METRIC, greedy_plan, paper_points
@@ -576,7 +577,7 @@ def with_tuning(plan: Plan, windows: int, planner: TargetPlanner) -> Plan:
     before = meter.measure(plan.assignment)
     after = meter.measure(assignment)
     change = f"KL {before.kl.value:.4g} before and {after.kl.value:.4g} after, on {meter.text.label}"
-    if (after.windows - before.windows).mean() >= 0:
+    if paired_difference(after.windows, before.windows).value >= 0:
         events.note(
             f"{plan.name}: tuning did not help ({change}); the plan stays as it was"
         )
