@@ -8,8 +8,11 @@ import pytest
 
 import kl_lens as kl
 from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.study.evaluate import EvaluateSettings
 from kl_lens.study.events import Events
 from kl_lens.study.measure import MeasureSettings
+from kl_lens.study.plan import PlanSettings
+from kl_lens.study.run import RunSettings
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings
 from kl_lens.targets import read_artifact
@@ -159,12 +162,21 @@ def test_python_callers_get_the_clear_errors_of_the_command_line(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MeasureSettings.of(model="reference:mamba", memory_budget=10**8),
+        PlanSettings.of(max_loss=0.01, memory_budget=10**8),
+        EvaluateSettings.of(memory_budget=10**8),
+        RunSettings.of(model="reference:mamba", memory_budget=10**8),
+    ],
+    ids=lambda settings: settings.verb,
+)
 def test_plans_are_measured_within_the_memory_of_the_command(
-    monkeypatch: pytest.MonkeyPatch,
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session()
-    settings = MeasureSettings.of(model="reference:mamba", memory_budget=10**8)
-    monkeypatch.setattr("kl_lens.study.measure.measure", lambda *_: None)
+    monkeypatch.setattr(f"kl_lens.study.{settings.verb}.{settings.verb}", lambda *_: None)
     session.do(settings)
     monkeypatch.setattr("kl_lens.measuring.joint.PlanMeter", lambda *arguments: arguments)
     model = kl.load("reference:mamba")
