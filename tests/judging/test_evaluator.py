@@ -54,7 +54,7 @@ GGUFReader = pytest.importorskip("gguf", reason="needs the extra gguf").GGUFRead
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
 SETTINGS = SessionSettings(threads=1)
-OTHER = "wikitext2:valid"
+OTHER = "wikitext2:test"
 ROOM = 1 << 62  # bytes: more memory than there is
 
 
