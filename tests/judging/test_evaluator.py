@@ -465,7 +465,11 @@ def test_how_many_run_at_once(
     for one_file in ([gguf, on_two_threads], [gguf, on_gpu], [gguf]):
         assert lanes_for(one_file, 0, ROOM) == alone
     assert lanes_for(files, 1 << 60, ROOM) == alone  # no free memory for logits
-    assert lanes_for(files, 1000, 5000) == alone  # or in the budget
+    # Two files at 2.5 times their size, two windows of logits each and one besides.
+    largest = sorted(file.bytes for file in files)[-2:]
+    need = int(2.5 * sum(largest)) + 5 * 1000
+    assert lanes_for(files, 1000, need + 1) == (2, files)
+    assert lanes_for(files, 1000, need) == alone
     for least, chosen in ((2, [gguf, other]), (None, [gguf, other]), (1, files)):
         monkeypatch.setattr(
             type(openvino.target), "fewest_threads", lambda target, place, n=least: n
