@@ -181,7 +181,9 @@ def _short(error: KLLensError, family: str) -> str:
         .partition(" (KL ")[0]
     )
     text = re.sub(
-        r"OpenVINO [\d.]+-\S+ cannot", "OpenVINO cannot", text.partition("; it writes")[0]
+        r"OpenVINO [\d.]+-\S+ cannot",
+        "OpenVINO cannot",
+        text.partition("; it needs none")[0],
     )
     return re.sub(r"; without a constant: .*", "", text)
 

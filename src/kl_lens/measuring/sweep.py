@@ -286,6 +286,8 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
         "embedding": anatomy.embedding,
         "components": [c.to_json() for c in anatomy.components],
         **model.task.identity,
+        "template": model.template,
+        "template_digest": model.template_digest,
     }
 
 

@@ -41,6 +41,7 @@ from kl_lens.model.tasks import LanguageTask, Task, vocabulary_size
 from kl_lens.model.tokenizer import load_tokenizer
 from kl_lens.run.positions import context_of
 from kl_lens.run.records import Component
+from kl_lens.run.subjects import file_digest
 from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
@@ -65,6 +66,7 @@ class LoadedModel:
     digest: str | None = None  # of its weights, if they were read one by one
     not_on_disk: str = ""  # why they could not stay there, if they should
     left_out: tuple[files.Stored, ...] = ()  # tensors that are not in the model
+    template: str | None = None  # a file of the same model, like which others are made
     warn: Callable[[str], None] = warn  # hears of a kernel that is wrong
     beginning: Beginning = field(default_factory=partial(Beginning, None))  # of texts
 
@@ -98,6 +100,10 @@ class LoadedModel:
     def weights(self) -> WeightStore:
         """The quantized weights of this model, for every use."""
         return WeightStore(self)
+
+    @cached_property
+    def template_digest(self) -> str | None:
+        return file_digest(Path(self.template)) if self.template else None
 
     def with_store(self, **store: Any) -> LoadedModel:
         """The same model with its own weight store; `store`: arguments of `WeightStore` besides the source. So one
@@ -210,6 +216,7 @@ def load(
     weights: str = MEMORY,
     memory_budget: int | None = None,
     bos: str = AUTO,
+    template: str | Path | None = None,
 ) -> LoadedModel:
     """Opens a causal language model, or an image classifier.
 
@@ -224,6 +231,7 @@ def load(
             `disk` works for measuring, statistics and quantizing only.
         memory_budget: bytes for such a model (default: free memory).
         bos: `yes`, `no`: whether texts begin with BOS; `auto`: as the tokenizer says, or as two windows show.
+        template: a 16-bit GGUF file of the same model, like which GGUF files are made.
 
     Raises:
         CheckpointError: says in one line what is wrong and what to do.
@@ -258,7 +266,17 @@ def load(
         beginning=Beginning(None if checkpoint.classifier else reader, bos),
         source=str(folder.resolve()) if is_folder else identity,
         tokenizer_source=None if tokenizer is None else str(tokenizer),
+        template=_absolute(template),
     )
+
+
+def _absolute(template: str | Path | None) -> str | None:
+    if template is None:
+        return None
+    path = Path(os.path.expanduser(template))
+    if not path.is_file():
+        raise CheckpointError(f"--template {template}: no such file; give a .gguf")
+    return str(path.resolve())
 
 
 def model_folder(source: str | Path, *, watch: Watch | None = None) -> Path:

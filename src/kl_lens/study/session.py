@@ -159,6 +159,7 @@ class Session:
             opening,
             tokenizer=opening.tokenizer or identity.get("tokenizer"),
             images=opening.images or identity.get("images"),
+            template=opening.template or identity.get("template"),
             bos=identity.get("bos", AUTO) if opening.bos == AUTO else opening.bos,
         )
         model = self.model(
@@ -168,6 +169,12 @@ class Session:
             run.require_dtype(str(model_identity(model)["dtype"]))
             raise RunError(
                 f"{source} is not the model of {run.folder}; name the right one with --model"
+            )
+        digest = identity.get("template_digest") or model.template_digest
+        if digest != model.template_digest:
+            raise RunError(
+                f"{model.template} is not the template of {run.folder}, which is from {identity['template']}; name the "
+                "right one with --template"
             )
         return self.in_run(model, run.folder)
 

@@ -458,6 +458,9 @@ class Opening:
         "whether texts begin with the model's first token, BOS; auto: as its tokenizer says, else measured",
         choices=(AUTO, "yes", "no"),
     )
+    template: Place | None = loading(
+        None, "llama.cpp's 16-bit GGUF of the model: GGUF files are made like it"
+    )
     images: Folder | None = loading(
         None, "for a classifier: a folder of CLASS/*.png, or of train/, val/, test/"
     )

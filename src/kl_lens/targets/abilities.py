@@ -159,8 +159,9 @@ class Menu(Required):
 class Storage(Menu):
     """What a file of it can hold, and in how many bytes."""
 
-    def unsupported(self, model_type: str) -> str | None:
-        """Why this runtime cannot run such models. None: it can, or only trying shows it (`UnsupportedError`)."""
+    def unsupported(self, model_type: str, template: str | None = None) -> str | None:
+        """Why this runtime cannot run such models. None: it can, or only trying shows it (`UnsupportedError`).
+        `template`: a file that shows it how."""
         return None
 
     def stores(self, fmt: Format) -> str | None:

@@ -197,11 +197,11 @@ REFUSED = {
     "layers without experts first": lambda: OTHERS["kimi_linear"](
         mlp_layer_types=["sparse", "dense"] * 2
     ),
-    "llama.cpp runs minimax models, but KL Lens": lambda: transformers.MiniMaxConfig(
-        **_COMMON
+    "KL Lens writes GGUF files of minimax models only like another": lambda: (
+        transformers.MiniMaxConfig(**_COMMON)
     ),
-    "it writes bailing_hybrid, bamba, falcon_h1": lambda: transformers.MixtralConfig(
-        **_COMMON
+    "it needs none for bailing_hybrid, bamba, falcon_h1": lambda: (
+        transformers.MixtralConfig(**_COMMON)
     ),
 }
 

@@ -19,7 +19,8 @@ def estimate(settings: RunSettings, model: LoadedModel, opened: float) -> JobEst
     targets = [
         target
         for target in settings.wanted
-        if get_target(target).unsupported(model.anatomy.model_type) is None
+        if get_target(target).unsupported(model.anatomy.model_type, model.template)
+        is None
     ]
     if not targets:
         raise KLLensError("--estimate needs a target that supports the model")

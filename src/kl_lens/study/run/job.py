@@ -115,7 +115,9 @@ class Job:
         target_facts = describe_target(target)
         if target in self.left_out | self.without_file or target_facts.lacks():
             return False
-        if target_facts.unsupported(self._opened.anatomy.model_type):
+        if target_facts.unsupported(
+            self._opened.anatomy.model_type, self._opened.template
+        ):
             return False
         limits = self.limits(target)
         with suppress(Exception):  # whatever its libraries raise, it would not do

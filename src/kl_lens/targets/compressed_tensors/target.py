@@ -76,7 +76,7 @@ class CompressedTensorsTarget(FolderTarget):
             return FP16, f"{recipe}: {why}; stored as {FP16}"
         return fitting, reason
 
-    def unsupported(self, model_type: str) -> str | None:
+    def unsupported(self, model_type: str, template: str | None = None) -> str | None:
         reason = "transformers keeps gpt2's matrices transposed, which compressed-tensors does not read"
         return reason if model_type == "gpt2" else None
 
@@ -177,7 +177,7 @@ class VLLMTarget(CompressedTensorsTarget):
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         return f"pip install {self.name}\nvllm serve {repository}"
 
-    def unsupported(self, model_type: str) -> str | None:
+    def unsupported(self, model_type: str, template: str | None = None) -> str | None:
         mamba1 = model_type in ("mamba", "falcon_mamba", "jamba")
         if mamba1:
             return "vLLM does not quantize Mamba-1 layers"

@@ -21,9 +21,9 @@ from kl_lens.targets.dissection import (
     Texts,
     setting,
 )
-from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.header import TensorEntry, read_header
 from kl_lens.targets.gguf.session import GGUFSession, try_out
+from kl_lens.targets.gguf.template import architecture_of
 from kl_lens.targets.gguf.tokenizer import (
     CHAT_TEMPLATE,
     PREFIX,
@@ -56,7 +56,7 @@ class GGUFDissection(Dissection):
     def parts(self, model: LoadedModel) -> list[Part]:
         shapes = ModelTensors(model).shapes
         stored = {tensor.name: tensor for tensor in self.tensors}
-        rules = get_architecture(model.config.model_type).tensors(model.config, shapes)
+        rules = architecture_of(model).tensors(model.config, shapes)
         head = next(
             (rule for rule in rules if rule.name == _HEAD), replace(rules[0], name=_HEAD)
         )
@@ -65,10 +65,11 @@ class GGUFDissection(Dissection):
         return [
             Part(r.name, stored.get(r.name), r.parameter, r.arranged, r.factors)
             for r in rules
+            if r.copied is None
         ]
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
-        architecture = get_architecture(model.config.model_type)
+        architecture = architecture_of(model)
         metadata = self.info.metadata
         name = architecture.name(model.config)
         prefix = self.info.architecture

@@ -16,9 +16,9 @@ from kl_lens.model.anatomy import component_name
 from kl_lens.model.files import and_more
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets.exporting import record
-from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.architectures.base import Shapes, TensorRule, check_complete
-from kl_lens.targets.gguf.tokenizer import PREFIX, TOKENIZER_CHECK, tokenizer_data
+from kl_lens.targets.gguf.template import Template, architecture_of
+from kl_lens.targets.gguf.tokenizer import TOKENIZER_CHECK, tokenizer_data
 from kl_lens.targets.gguf.writer import (
     FLOAT32,
     Header,
@@ -67,11 +67,12 @@ def tensor_jobs(
     model: LoadedModel, tensors: ModelTensors, plan: Plan, *, fallback: bool = True
 ) -> list[TensorJob]:
     """Every tensor of the file with its recipe; without `fallback`, FormatError if one is not the planned."""
-    architecture = get_architecture(model.config.model_type)
+    architecture = architecture_of(model)
     shapes = tensors.shapes
     architecture.require(model.config)
     rules = architecture.tensors(model.config, shapes)
-    check_complete(rules, shapes)
+    if model.template is None:  # which was checked by values
+        check_complete(rules, shapes)
     further = further_rules(model)
     recipes = _recipes(model, plan) | {
         component_name(name, len(stored.shape)): Recipe(FURTHER)
@@ -85,7 +86,7 @@ def tensor_jobs(
 
 def further_rules(model: LoadedModel) -> list[TensorRule]:
     """Of heads for further tokens; none unless llama.cpp has a place for every tensor of them."""
-    rules = get_architecture(model.config.model_type).further(model.config)
+    rules = architecture_of(model).further(model.config)
     return rules if {rule.parameter for rule in rules} == set(model.further_heads) else []
 
 
@@ -128,8 +129,10 @@ def fitting(wanted: Recipe, shape: tuple[int, ...]) -> tuple[Recipe, str | None]
 def _decide(
     rule: TensorRule, shapes: Shapes, recipes: Mapping[str, Recipe | None], fallback: bool
 ) -> TensorJob:
-    shape: tuple[int, ...] = (len(rule.constant),)
     component = rule.name
+    if rule.copied is not None:
+        return TensorJob(rule, component, rule.copied.shape, None, None, None)
+    shape: tuple[int, ...] = (len(rule.constant),)
     if rule.parameter is not None:
         source = shapes[rule.parameter]
         shape = tuple(rule.transform(torch.empty(source, device="meta")).shape)
@@ -164,19 +167,17 @@ def export(
         part_bytes: files with more bytes of weights than this are split; llama.cpp opens them by the first part.
     """
     tensors = ModelTensors(model)
-    header = _prepared(
-        model, tensors, plan, model.tokenizer if include_tokenizer else None, part_bytes
-    )
+    header = _prepared(model, tensors, plan, include_tokenizer, part_bytes)
     # FormatError: the plan was made with other statistics than the model has.
     model.weights.learnt_by(
         (job.recipe for job in header.jobs if job.recipe is not None), plan.statistics
     )
     records = write_files(folder, header, tensors, model.weights)
     text = header.tokenizer
-    notes = get_architecture(model.config.model_type).notes(model.config)
+    notes = architecture_of(model).notes(model.config)
     settings: dict[str, Any] = {
         "architecture": header.architecture,
-        "tokenizer": text.metadata[f"{PREFIX}pre"] if text else "none",
+        "tokenizer": header.pre_tokenizer,
         "tensor_bytes": sum(tensor.bytes for tensor in records),
         "further_heads": bool(further_rules(model)),
         "fallbacks": sum(
@@ -191,16 +192,14 @@ def export(
 
 def file_bytes(model: LoadedModel, plan: Plan) -> int:
     """The exact size of the file that `export` would write without quantizing anything."""
-    return size_on_disk(
-        _prepared(model, ModelTensors(model), plan, model.tokenizer, PART_BYTES)
-    )
+    return size_on_disk(_prepared(model, ModelTensors(model), plan, True, PART_BYTES))
 
 
 def _prepared(
     model: LoadedModel,
     tensors: ModelTensors,
     plan: Plan,
-    tokenizer: Any | None,
+    include_tokenizer: bool,
     part_bytes: int,
 ) -> Header:
     """Everything about a file that is known before reading weights."""
@@ -209,11 +208,24 @@ def _prepared(
     vocabulary = next(
         job.shape[0] for job in jobs if job.rule.name == "token_embd.weight"
     )
-    architecture = get_architecture(config.model_type)
-    metadata = {
-        "kl_lens.version": __version__,
-        "kl_lens.plan": plan.name,
-        "kl_lens.model_fingerprint": model.fingerprint,
+    architecture = architecture_of(model)
+    general = general_metadata(model.folder, model.name, parameter_counts(jobs))
+    header = Header(
+        architecture.name(config),
+        {
+            "kl_lens.version": __version__,
+            "kl_lens.plan": plan.name,
+            "kl_lens.model_fingerprint": model.fingerprint,
+        },
+        general,
+        None,
+        jobs,
+        file_name(general, plan, jobs),
+        part_bytes,
+    )
+    if isinstance(architecture, Template):
+        return architecture.applied(header, with_tokenizer=include_tokenizer)
+    metadata = header.metadata | {
         **{f".{key}": value for key, value in architecture.metadata(config).items()},
         ".vocab_size": vocabulary,
     }
@@ -222,13 +234,7 @@ def _prepared(
             ".nextn_predict_layers": 1,
             ".block_count": metadata[".block_count"] + 1,
         }
-    text = (
-        None
-        if tokenizer is None
-        else tokenizer_data(tokenizer, vocabulary, end_ids(model.folder))
-    )
-    general = general_metadata(model.folder, model.name, parameter_counts(jobs))
-    file = file_name(general, plan, jobs)
-    return Header(
-        architecture.name(config), metadata, general, text, jobs, file, part_bytes
-    )
+    text = None
+    if include_tokenizer and model.tokenizer is not None:
+        text = tokenizer_data(model.tokenizer, vocabulary, end_ids(model.folder))
+    return replace(header, metadata=metadata, tokenizer=text)

@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class FileInfo:
     metadata: dict[str, Any]
     tensors: tuple[TensorEntry, ...]
     paths: tuple[Path, ...]
+    # Key → codes of its type, and of the type within a list.
+    kinds: dict[str, tuple[int, int | None]] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -120,10 +122,11 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     )
 
 
-def read_header(path: Path, *, whole: bool = False) -> FileInfo:
+def read_header(path: Path, *, whole: bool = False, exact: bool = False) -> FileInfo:
     """The headers of a file and its other parts; checks that every tensor lies inside its file.
 
-    `whole`: with the tokenizer's long lists, which are otherwise only counted.
+    `whole`: with the tokenizer's long lists, which are otherwise only counted. `exact`: texts keep bytes that
+    are not UTF-8 (surrogateescape).
     """
     paths = parts_of(path)
     if missing := [part for part in paths[1:] if not part.is_file() and path.is_file()]:
@@ -131,7 +134,7 @@ def read_header(path: Path, *, whole: bool = False) -> FileInfo:
             f"{path} is one of {len(paths)} parts, and {missing[0].name} is not beside it; download all parts"
         )
     names = set[str]()
-    first, *further = [_read_part(part, whole, names) for part in paths]
+    first, *further = [_read_part(part, _Reading(whole, exact, names)) for part in paths]
     tensors = (*first.tensors, *(entry for part in further for entry in part.tensors))
     count = first.metadata.get("split.tensors.count", len(tensors))
     if further and count != len(tensors):
@@ -143,10 +146,10 @@ def read_header(path: Path, *, whole: bool = False) -> FileInfo:
         raise TargetError(
             f"{path} is one of {parts} parts; give all of them their names back: NAME-00001-of-{parts:05}.gguf"
         )
-    return FileInfo(first.metadata, tensors, paths)
+    return FileInfo(first.metadata, tensors, paths, first.kinds)
 
 
-def _read_part(path: Path, whole: bool, names: set[str]) -> FileInfo:
+def _read_part(path: Path, reading: _Reading) -> FileInfo:
     if not path.is_file():
         raise TargetError(
             f"{path}: no such file; give a .gguf file that `kl-lens export` wrote"
@@ -164,7 +167,7 @@ def _read_part(path: Path, whole: bool, names: set[str]) -> FileInfo:
                 f"{path} {damage(path)} (not a GGUF file: it begins with {bytes(data[:4])!r})"
             )
         try:
-            return _Reader(data, whole, names).read(path)
+            return _Reader(data, reading).read(path)
         except (_Damaged, struct.error, OverflowError, MemoryError) as error:
             reason = (
                 printable(one_line(error))
@@ -180,13 +183,19 @@ class _Damaged(Exception):
     pass
 
 
+@dataclass(frozen=True)
+class _Reading:
+    whole: bool
+    exact: bool
+    names: set[str]  # of the tensors so far, of earlier parts too
+
+
 class _Reader:
     """Reads a header from its beginning to its end."""
 
-    def __init__(self, data: mmap.mmap, whole: bool, names: set[str]) -> None:
+    def __init__(self, data: mmap.mmap, reading: _Reading) -> None:
         self.data = data
-        self.whole = whole
-        self.names = names  # of the tensors so far, of earlier parts too
+        self.reading = reading
         self.at = 4
 
     def read(self, path: Path) -> FileInfo:
@@ -195,11 +204,15 @@ class _Reader:
         tensors = self.count("tensor")
         keys = self.count("key")
         metadata = {}
+        kinds = {}
         for _ in range(keys):
             key = self.text()
             if key in metadata:
                 raise _Damaged(f"its key {key} comes twice")
-            metadata[key] = self.value(self.number("I"))
+            kind = self.number("I")
+            inner = struct.unpack("<I", self.data[self.at : self.at + 4])[0]
+            kinds[key] = (kind, inner if kind == _ARRAY else None)
+            metadata[key] = self.value(kind)
         entries = [self.entry(path) for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if alignment not in [2**power for power in range(3, 17)]:
@@ -209,7 +222,7 @@ class _Reader:
         start = math.ceil(self.at / alignment) * alignment
         self.check_places(start, entries, alignment)
         placed = (replace(entry, offset=start + entry.offset) for entry in entries)
-        return FileInfo(metadata, tuple(placed), (path,))
+        return FileInfo(metadata, tuple(placed), (path,), kinds)
 
     def check_places(
         self, start: int, entries: list[TensorEntry], alignment: int
@@ -249,7 +262,8 @@ class _Reader:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def text(self) -> str:
-        return self.take(self.number("Q")).decode(errors="replace")
+        errors = "surrogateescape" if self.reading.exact else "replace"
+        return self.take(self.number("Q")).decode(errors=errors)
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -263,7 +277,7 @@ class _Reader:
     def array(self, kind: int, count: int) -> Any:
         if kind in _NUMBERS:
             data = self.take(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
-            is_listed = self.whole or count <= _LONGEST_KEPT_ARRAY
+            is_listed = self.reading.whole or count <= _LONGEST_KEPT_ARRAY
             return (
                 list(struct.unpack(f"<{count}{_NUMBERS[kind]}", data))
                 if is_listed
@@ -273,7 +287,7 @@ class _Reader:
             raise _Damaged(f"it has an array of unknown type {kind}")
         if count > _MOST_TEXTS:
             raise _Damaged(f"it announces a list of {count} texts")
-        if self.whole:
+        if self.reading.whole:
             return [self.text() for _ in range(count)]
         for _ in range(count):
             self.take(self.number("Q"))
@@ -282,9 +296,9 @@ class _Reader:
     def entry(self, path: Path) -> TensorEntry:
         """A tensor; its offset counts from the first one."""
         name = self.text()
-        if name in self.names:
+        if name in self.reading.names:
             raise _Damaged(f"two tensors are called {name!r}")
-        self.names.add(name)
+        self.reading.names.add(name)
         if (dimensions := self.number("I")) > 4:
             raise _Damaged(f"tensor {name} has {dimensions} dimensions")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]

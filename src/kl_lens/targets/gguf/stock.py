@@ -16,7 +16,7 @@ from functools import cached_property
 from kl_lens.model import LoadedModel
 from kl_lens.model.anatomy import component_name
 from kl_lens.targets.abilities import StockRecipe
-from kl_lens.targets.gguf.architectures import get_architecture
+from kl_lens.targets.gguf.template import architecture_of
 from kl_lens.targets.gguf.writer import ModelTensors
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
@@ -99,7 +99,7 @@ class FileTensors:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._architecture = get_architecture(model.config.model_type)
+        self._architecture = architecture_of(model)
         metadata = self._architecture.metadata(model.config)
         self._blocks = int(metadata["block_count"])
         self._experts = int(metadata.get("expert_count", 0))

@@ -118,8 +118,8 @@ class GGUFTarget(Target):
             "iq3_s",
         )  # Q2_K and Q3_K lose to IQ2_S and IQ3_S
 
-    def unsupported(self, model_type: str) -> str | None:
-        return architectures.why_unknown(model_type)
+    def unsupported(self, model_type: str, template: str | None = None) -> str | None:
+        return None if template else architectures.why_unknown(model_type)
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         return stock.stock_recipes(model)

@@ -36,6 +36,7 @@ from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.recipes import FP16, Recipe
 from kl_lens.weights.store import WeightStore
 
+NO_TOKENIZER = "none"
 FLOAT32 = "fp32"  # for everything that is not a matrix product; not a format of plans
 # llama.cpp's numbers of kinds of files; of the others, gguf's are taken.
 _FILE_TYPES = {FLOAT32: 0, FP16: 1, "mxfp4": 38, "q2_0": 41}
@@ -79,10 +80,15 @@ class TensorJob:
 
     @property
     def format(self) -> str:
+        if self.rule.copied is not None:
+            kind = self.rule.copied.type
+            return {"F32": FLOAT32, "F16": FP16}.get(kind, kind.lower())
         return FLOAT32 if self.recipe is None else self.recipe.grid.name
 
     @property
     def bytes(self) -> int:
+        if self.rule.copied is not None:
+            return self.rule.copied.bytes
         return (
             4 * math.prod(self.shape)
             if self.recipe is None
@@ -100,7 +106,7 @@ class TensorJob:
         )
 
     def record(self, digest: str, weights: str) -> ExportedTensor:
-        formats = (self.planned or FLOAT32, self.recipe or FLOAT32)
+        formats = (self.planned or self.format, self.recipe or self.format)
         return ExportedTensor(
             self.component,
             self.rule.name,
@@ -125,6 +131,16 @@ class Header:
     jobs: Sequence[TensorJob]
     name: str  # of the file; parts get a number
     part_bytes: int  # a file with more bytes of weights is written in parts
+    # Of a template, in place of general metadata and tokenizer: key, value, type, type within a list.
+    copied: Sequence[tuple[str, Any, int, int | None]] = ()
+
+    @property
+    def pre_tokenizer(self) -> str:
+        """llama.cpp's name for how text is split before merging."""
+        metadata = {key: value for key, value, *_ in self.copied}
+        metadata |= self.tokenizer.metadata if self.tokenizer else {}
+        name = metadata.get(f"{PREFIX}pre", metadata.get(f"{PREFIX}model", NO_TOKENIZER))
+        return name if isinstance(name, str) else name.decode(errors="replace")
 
     def begin(self, folder: Path) -> Any:
         """A writer that has written the headers and is ready for tensors."""
@@ -135,11 +151,16 @@ class Header:
             self.architecture,
             split_max_size=0 if fits else self.part_bytes,
         )
-        writer.add_type("model")
-        self.general.set_gguf_meta_model(writer)
-        tokenizer = (
-            self.tokenizer.metadata if self.tokenizer else {f"{PREFIX}model": "no_vocab"}
-        )
+        kinds = gguf.GGUFValueType
+        for key, value, kind, inner in self.copied:
+            within = None if inner is None else kinds(inner)
+            writer.add_key_value(key, value, kinds(kind), within)
+        if not self.copied:
+            writer.add_type("model")
+            self.general.set_gguf_meta_model(writer)
+        tokenizer = self.tokenizer.metadata if self.tokenizer else {}
+        if self.pre_tokenizer == NO_TOKENIZER:
+            tokenizer = {f"{PREFIX}model": "no_vocab"}
         for key, value in (self.metadata | tokenizer).items():
             if key == CHAT_TEMPLATE and value:
                 writer.add_chat_template(value)
@@ -211,6 +232,8 @@ def _stored(
 ) -> tuple[npt.NDArray[np.uint8], str]:
     """The tensor's bytes, and the digest of the store's quantized weight if they are its rows in the file's order."""
     rule = job.rule
+    if (entry := rule.copied) is not None:
+        return np.fromfile(entry.path, np.uint8, entry.bytes, offset=entry.offset), ""
     if rule.parameter is None:
         return np.array(rule.constant, np.float32).view(np.uint8), ""
     if job.recipe is None:

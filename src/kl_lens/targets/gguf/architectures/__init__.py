@@ -54,4 +54,7 @@ def why_unknown(model_type: str) -> str | None:
     ):
         return f"llama.cpp has no {model_type} architecture, so there is no GGUF of it"
     written = ", ".join(sorted(ARCHITECTURES))
-    return f"llama.cpp runs {model_type} models, but KL Lens does not write GGUF files of them yet; it writes {written}"
+    return (
+        f"KL Lens writes GGUF files of {model_type} models only like another: give llama.cpp's own in 16 bits with "
+        f"--template; it needs none for {written}"
+    )

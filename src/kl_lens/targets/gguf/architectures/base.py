@@ -18,6 +18,7 @@ import torch
 
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.model.files import and_more
+from kl_lens.targets.gguf.header import TensorEntry
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Factors = float | torch.Tensor  # one, or (rows, 1)
@@ -65,12 +66,13 @@ class TensorRule:
     transform: Transform = as_is
     factors: Factors = 1.0  # for all rows or each, applied before rounding: multipliers that llama.cpp lacks
     constant: tuple[float, ...] = ()  # of tensors made from nothing
+    copied: TensorEntry | None = None  # in another file, as it is
     # (a, b): columns are a · b runs, which the file has in the order b, a. No block may be longer than a run.
     columns: tuple[int, int] = (1, 1)
 
     @property
     def float32(self) -> bool:
-        return bool(_FLOAT32.search(self.name))
+        return is_float32(self.name)
 
     def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the file has it: values, or the bytes of quantized rows."""
@@ -85,6 +87,11 @@ class TensorRule:
 
 
 Rules = list[TensorRule]
+
+
+def is_float32(name: str) -> bool:
+    """Whether llama.cpp's kernels read a tensor, by its name in the file, as F32."""
+    return bool(_FLOAT32.search(name))
 
 
 @dataclass(frozen=True)
