@@ -22,7 +22,7 @@ from unittest.mock import patch
 import datasets
 import numpy as np
 import yaml
-from lm_eval import simple_evaluate, tasks
+from lm_eval import evaluate, tasks
 from lm_eval.api import task as api_task
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -277,28 +277,30 @@ def run_task(
     """Runs one task, or all tasks of a group such as `lambada`, with any lm-eval model."""
     with _quiet(), tempfile.TemporaryDirectory() as scratch:
         loaded = _loaded(task, Path(scratch))
-        results: Any = simple_evaluate(
-            language_model,
-            tasks=[*loaded.values()],
+        for one in loaded["tasks"].values():
+            one.set_config(key="num_fewshot", value=one.get_config("num_fewshot") or 0)
+            one.set_fewshot_seed(seed=1234)
+        results: Any = evaluate(
+            lm=language_model,
+            task_dict=loaded,
             limit=limit,
+            log_samples=True,
             bootstrap_iters=0,
-            task_manager=_manager(index=False),
         )
-        return [_examples(name, single, results) for name, single in loaded.items()]
+        return [_examples(name, one, results) for name, one in loaded["tasks"].items()]
 
 
-def _loaded(task: TaskData, scratch: Path) -> dict[str, Any]:
-    """lm-eval's tasks by name."""
+def _loaded(task: TaskData, scratch: Path) -> Any:
     try:
         if task.files:
             path = scratch / f"{task.name}.yaml"
             write_text(path, yaml.safe_dump(_config(task, scratch)))
-            return dict(_manager(index=False).load(str(path))["tasks"])
+            return _manager(index=False).load(str(path))
         if task.name not in _manager().all_tasks:
             raise TextError(
                 f"--tasks {task.name}: lm-eval has no such task; `lm-eval ls tasks` lists them"
             )
-        return dict(_manager().load(task.name)["tasks"])
+        return _manager().load(task.name)
     except KLLensError:
         raise
     except Exception as error:  # datasets and the hub raise all kinds of errors: no connection, gated, moved
