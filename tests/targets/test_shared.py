@@ -165,7 +165,9 @@ def test_the_way_into_a_file_and_back(change: int) -> None:
     maps = [lambda v: v, lambda v: v + 1, torch.exp, lambda v: -torch.exp(v)]
     parameter = torch.linspace(-1, 1, 12).reshape(4, 3)
     stored = maps[change](parameter.T).reshape(2, 6)
-    (arrange,) = arrangements([(parameter, (2, 6), lambda: stored, True)])
+    sound = (parameter, (2, 6), lambda: stored, True)
+    damaged = (parameter, (2, 6), lambda: 9 - stored, True)
+    _, arrange, _ = arrangements([damaged, sound, sound])
     part = Part("stored", None, "parameter", arrange)
     assert torch.equal(part.expected(parameter), stored)
     written = part.written(stored, torch.zeros(4, 3))

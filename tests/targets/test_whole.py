@@ -116,6 +116,19 @@ def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(
         locate(folder)
 
 
+def test_files_of_an_earlier_export_go(exported: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "gguf"
+    shutil.copytree(exported / "gguf", folder)
+    record = json.loads((folder / RECORD_FILE).read_text())
+    record["files"] += ["earlier.txt"]
+    (folder / RECORD_FILE).write_text(json.dumps(record))
+    for name in ("earlier.txt", "of the user.txt"):
+        (folder / name).write_text("text")
+    export(_model(), PLAN, "gguf", folder)
+    assert not (folder / "earlier.txt").exists()
+    assert (folder / "of the user.txt").exists()
+
+
 def _without_merges(tokenizer: Any, vocabulary: int, ends: Any) -> TokenizerData:
     data = tokenizer_data(tokenizer, vocabulary, ends)
     data.metadata["tokenizer.ggml.merges"].clear()
