@@ -168,7 +168,6 @@ def test_it_is_uploaded(run: Path, signed_in: Hub, capsys) -> None:
     assert repository.files == {
         str(path.relative_to(folder)): path.read_bytes() for path in files
     }
-    assert "recipe/nncf/nncf_recipe.py" in repository.files, "the plan for NNCF"
     assert (
         f"{signed_in.url}/me/tiny/commit/{repository.commit}" in capsys.readouterr().out
     )
