@@ -3,7 +3,7 @@
 import pytest
 
 from kl_lens.measuring.perturbation import Candidate, key_of
-from kl_lens.measuring.screening import ALIKE, Screen
+from kl_lens.measuring.screening import ALIKE, Screen, is_worth_it
 from kl_lens.run.records import Component
 from kl_lens.weights.recipes import Recipe
 
@@ -128,3 +128,21 @@ def test_in_a_deep_model_some_components_stand_for_others_of_their_kind() -> Non
     assert len(screen.needed) == 2 * (ALIKE * len(MENU) + 20)  # and every anchor
     errors = screen.completed({key_of(c): error(c) for c in screen.needed})
     assert errors == pytest.approx({key_of(c): error(c) for c in (*deep, *screen.first)})
+
+
+@pytest.mark.parametrize(
+    ("count", "middle"), [(4, "q5_k"), (3, "q5_k"), (2, "q4_k"), (1, "q4_k")]
+)
+def test_the_anchor_is_the_middle_of_the_formats(count: int, middle: str) -> None:
+    menu = [Candidate(component(0, "in_proj"), recipe) for recipe in MENU[:count]]
+    assert [anchor.recipe.grid.name for anchor in Screen(menu).first] == [middle]
+    assert Screen(menu[::-1]).first == Screen(menu).first
+
+
+def test_a_menu_is_predicted_if_it_is_large_and_has_methods_or_a_limit() -> None:
+    menu = [Candidate(component(0, "in_proj"), recipe) for recipe in MENU]
+    other_method = Candidate(component(0, "in_proj"), Recipe("q4_k"))
+    assert is_worth_it(menu, with_a_limit=True)
+    assert not is_worth_it(menu, with_a_limit=False)
+    assert is_worth_it([*menu, other_method], with_a_limit=False)
+    assert not is_worth_it([*menu[:2], other_method], with_a_limit=True)
