@@ -53,7 +53,7 @@ def whole(path: Path) -> Iterator[Path]:
             yield temporary
             # Some libraries make files that nobody else may read.
             shutil.copymode(lock, temporary)
-            system.replace(temporary, path)
+            system.rename_over(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
         system.remove_locked(lock, handle)
@@ -179,7 +179,7 @@ def replacing(folder: Path) -> Iterator[Path]:
             staging.mkdir()
             try:
                 yield staging
-                system.replace(staging, folder / _DECIDED)
+                system.rename_over(staging, folder / _DECIDED)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
             _finish(folder)
@@ -218,7 +218,7 @@ def _finish(folder: Path) -> None:
         destination = folder / path.name
         if destination.is_dir():
             shutil.rmtree(destination)
-        system.replace(path, destination)
+        system.rename_over(path, destination)
         path.unlink(missing_ok=True)  # of two links to one file, rename leaves both
     decided.rmdir()
 

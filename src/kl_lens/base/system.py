@@ -96,7 +96,7 @@ def remove_locked(path: Path, handle: int) -> None:
         os.close(handle)
 
 
-def replace(source: Path, destination: Path) -> None:
+def rename_over(source: Path, destination: Path) -> None:
     """Renames a file or folder. On Windows an open file cannot be replaced: it is tried again for a moment, and then
     the error names that one."""
     error: OSError | None = None

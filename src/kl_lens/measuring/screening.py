@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from kl_lens.measuring.perturbation import Candidate, key_of
+from kl_lens.measuring.sweep import error_work, quantizing_work, work_of
 from kl_lens.model import LoadedModel
 from kl_lens.weights.recipes import Recipe, preferred
 
@@ -29,9 +30,15 @@ ALIKE = (
     8  # components of a kind that show how a recipe's error compares with the anchor's
 )
 PART = 8  # anchors are measured on one of so many parts of the text
+MEASURED = 1.3  # candidates per component, for forecasts; benchmarks/staged.py
 
 Key = tuple[str, Recipe]  # component and recipe
 Name = TypeVar("Name", bound=Hashable)
+
+
+def few_of(windows: int) -> int:
+    """The windows that anchors are measured on."""
+    return max(1, windows // PART)
 
 
 def is_worth_it(candidates: Sequence[Candidate], *, with_a_limit: bool) -> bool:
@@ -103,6 +110,17 @@ class Screen:
         return sorted(
             dict.fromkeys((*sampled, *self.first)), key=lambda c: order[c.component.name]
         )
+
+    def expected_work(self, model: LoadedModel, windows: int, length: int) -> float:
+        """Of screening and all rounds of a search, in the units of a sweep's progress."""
+        names = {candidate.component.name for candidate in self.candidates}
+        work = sum(
+            work_of(model, candidate) * windows + quantizing_work(candidate, length)
+            for candidate in self.candidates
+        )
+        measured = MEASURED + few_of(windows) / windows
+        rounds = measured * len(names) / len(self.candidates) * work
+        return rounds + sum(map(error_work, self.needed))
 
     def completed(self, errors: Mapping[Key, float]) -> dict[Key, float]:
         """The errors of all candidates: of `needed` as given, of others from the anchor's and those of similar ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -188,6 +189,16 @@ class Sweep:
             if samples := self.run.samples(self._role(role), *key, windows=windows):
                 losses[key] = summarise(samples)[KL].value
         return losses
+
+    def lost(self, windows: Windows, role: str = CALIBRATION) -> str:
+        """What to say of a text that says little about this model, which the run keeps for the report; else empty."""
+        if self.share or not self.model.task.generates:
+            return ""
+        nats, _ = self.run.teacher_cross_entropy(role)
+        words = self.model.task.lost(windows, math.exp(min(nats, 700.0))) or ""
+        if words:
+            self.run.store("text", role, windows.provenance() | {"lost": words})
+        return words
 
     def _role(self, text: str) -> str:
         """The role of measurements on a text, which includes the target whose activations were used."""

@@ -7,7 +7,6 @@ every plan consists of measured candidates.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -30,14 +29,12 @@ from kl_lens.measuring.perturbation import (
     states_of,
 )
 from kl_lens.measuring.products import PRECISIONS
-from kl_lens.measuring.screening import PART, Key, Screen, is_worth_it, output_errors
+from kl_lens.measuring.screening import Key, Screen, few_of, is_worth_it, output_errors
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import (
     Sweep,
     SweepResult,
     error_work,
-    quantizing_work,
-    work_of,
 )
 from kl_lens.measuring.teacher import window_bytes
 from kl_lens.measuring.workers import (
@@ -90,7 +87,6 @@ SCREENING = "screening"  # role of the first measurements, on little text
 OF_LOSS = ((1.0,), (0.9, 1.0))
 OF_BYTES = ((1.0,), (0.985, 1.0))  # a file may need more bytes than its parts
 UNSURE = 1.2  # predictions count so much more than measurements: only clear gains are worth measuring
-MEASURED = 1.3  # candidates per component, for forecasts; benchmarks/staged.py
 _what = grouped("what to measure")
 _how = grouped("how")
 
@@ -295,7 +291,7 @@ def measure_states(
         with hire(operations=work) as workers:
             sweep = replace(sweep, workers=workers, progress=shown)
             result = sweep.measure(candidates, windows, STATES)
-    _say_if_lost(sweep, windows, STATES, session)
+    session.tell_once(sweep.lost(windows, STATES))
     _say_unfit(unfit, session.events)
     without = [
         str(block)
@@ -367,7 +363,7 @@ def measure_recipes(
         if screens and is_worth_it(every, with_a_limit=bool(limits.given)):
             screen = Screen(every)
             shown = shown.as_one(
-                expected_work(model, screen, len(windows), windows.length)
+                screen.expected_work(model, len(windows), windows.length)
             )
             shown.started(sum(map(error_work, screen.needed)), 0)
             errors = output_errors(
@@ -391,7 +387,7 @@ def measure_recipes(
                     losses = screen.predicted(
                         errors, screen.first_from(errors, measured), measured
                     )
-    _say_if_lost(sweep, windows, CALIBRATION, session)
+    session.tell_once(sweep.lost(windows, CALIBRATION))
     _say_unfit(unfit, events)
     role = role_as(CALIBRATION, computed)
     if len(candidates) < len(every):
@@ -423,16 +419,6 @@ def measure_recipes(
         share,
         target=target,
     )
-
-
-def _say_if_lost(sweep: Sweep, windows: Windows, role: str, session: Session) -> None:
-    """Tells of a text that says little about this model, once a run; the report does, too."""
-    if sweep.share or not sweep.model.task.generates:
-        return
-    nats, _ = sweep.run.teacher_cross_entropy(role)
-    if words := sweep.model.task.lost(windows, math.exp(min(nats, 700.0))):
-        session.tell_once(words)
-        sweep.run.store("text", role, windows.provenance() | {"lost": words})
 
 
 def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:
@@ -523,23 +509,6 @@ def shard_name(index: int, count: int) -> str:
 # -- staged search -------------------------------------------------------------------------------------------
 
 
-def expected_work(model: LoadedModel, screen: Screen, windows: int, length: int) -> float:
-    """Of screening and all rounds, in the units of the sweep's progress."""
-    names = {candidate.component.name for candidate in screen.candidates}
-    screened = [
-        work_of(model, c) * windows + quantizing_work(c, length)
-        for c in screen.candidates
-    ]
-    rounds = (
-        (MEASURED + _few(windows) / windows) * len(names) / len(screened) * sum(screened)
-    )
-    return rounds + sum(map(error_work, screen.needed))
-
-
-def _few(windows: int) -> int:
-    return max(1, windows // PART)
-
-
 def staged_search(
     sweep: Sweep,
     planner: TargetPlanner,
@@ -549,7 +518,7 @@ def staged_search(
 ) -> tuple[SweepResult, list[Candidate], dict[Key, float]]:
     """Measures what plans within the limits choose; also returns these candidates, and every one's KL. `errors`: of the
     outputs, for all that `screen` needs."""
-    few = windows.first(_few(len(windows)))
+    few = windows.first(few_of(len(windows)))
     table = sweep.run.table()
     limits = planner.limits
     results = [sweep.measure(screen.first, few, SCREENING, noise=False)]

@@ -228,7 +228,7 @@ class Session:
 
     def tell_once(self, text: str) -> None:
         """Says on the screen, once, what several stages find."""
-        if text not in self._notes:
+        if text not in self._notes:  # an empty one is said from the beginning
             self._notes.add(text)
             self.events.tell(text)
 

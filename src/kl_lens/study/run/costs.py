@@ -137,10 +137,10 @@ class Costs:
         exhaustive = self._settings.exhaustive
         if not exhaustive and screening.is_worth_it(candidates, with_a_limit=True):
             screen = screening.Screen(candidates)
-            total = measure.expected_work(model, screen, windows, length)
+            total = screen.expected_work(model, windows, length)
             passes += (1 + len(measure.OF_LOSS)) * self._held_out / 2  # whole plans
             names = {c.component.name for c in candidates}
-            share = min(1.0, measure.MEASURED * len(names) / len(candidates))
+            share = min(1.0, screening.MEASURED * len(names) / len(candidates))
         learnt_bytes = sum(
             c.recipe.grid.bytes(c.component.shape)
             for c in candidates
