@@ -150,16 +150,16 @@ def _are(names: Sequence[str]) -> str:
 # -- a file beside its rivals --------------------------------------------------------------------------------
 
 
-def nearest(ours: Contender, rivals: Sequence[Contender]) -> Contender | None:
+def nearest(subject: Contender, rivals: Sequence[Contender]) -> Contender | None:
     """The largest rival that is no larger; of those of one size, the best."""
-    smaller = [rival for rival in rivals if rival.bytes <= ours.bytes]
+    smaller = [rival for rival in rivals if rival.bytes <= subject.bytes]
     largest = max(smaller, key=lambda rival: rival.bytes, default=None)
     return _best_of_one_size(largest, smaller)
 
 
-def next_larger(ours: Contender, rivals: Sequence[Contender]) -> Contender | None:
+def next_larger(subject: Contender, rivals: Sequence[Contender]) -> Contender | None:
     """The smallest rival that is larger; of those of one size, the best."""
-    larger = [rival for rival in rivals if rival.bytes > ours.bytes]
+    larger = [rival for rival in rivals if rival.bytes > subject.bytes]
     smallest = min(larger, key=lambda rival: rival.bytes, default=None)
     return _best_of_one_size(smallest, larger)
 
@@ -171,26 +171,28 @@ def _best_of_one_size(
     return min(level, key=lambda level_rival: level_rival.kl, default=None)
 
 
-def best_within(ours: Contender, rivals: Sequence[Contender]) -> Contender | None:
+def best_within(subject: Contender, rivals: Sequence[Contender]) -> Contender | None:
     """Of the rivals that are no larger, the best."""
-    smaller = [rival for rival in rivals if rival.bytes <= ours.bytes]
+    smaller = [rival for rival in rivals if rival.bytes <= subject.bytes]
     return min(smaller, key=lambda rival: rival.kl, default=None)
 
 
-def deciding(ours: Contender, rivals: Sequence[Contender]) -> set[str]:
+def deciding(subject: Contender, rivals: Sequence[Contender]) -> set[str]:
     """The rivals that prove what ours is worth: of those no larger the nearest and the best; the next larger one."""
-    chosen = (rule(ours, rivals) for rule in (nearest, best_within, next_larger))
+    chosen = (rule(subject, rivals) for rule in (nearest, best_within, next_larger))
     return {rival.name for rival in chosen if rival is not None}
 
 
-def closest(ours: Contender, rivals: Sequence[Contender], count: int) -> list[Contender]:
+def closest(
+    subject: Contender, rivals: Sequence[Contender], count: int
+) -> list[Contender]:
     """As many rivals as a screen has room for, and ours: nearest in size, and of those that were judged first; large
     ones first."""
     order = sorted(
         rivals,
-        key=lambda rival: (math.isnan(rival.kl), abs(rival.bytes - ours.bytes)),
+        key=lambda rival: (math.isnan(rival.kl), abs(rival.bytes - subject.bytes)),
     )
-    return sorted([*order[:count], ours], key=lambda rival: -rival.bytes)
+    return sorted([*order[:count], subject], key=lambda rival: -rival.bytes)
 
 
 def smallest_that_keeps(

@@ -269,8 +269,8 @@ class Selection:
         """Adds an exported folder or file; `key`: its target and plan if it belongs to the run."""
         try:
             judged = JudgedArtifact(path, settings, key and key[1])
-            made = {} if judged.artifact is None else judged.artifact.settings
-            if made.get("static_tokens") or not made.get("with_head", True):
+            exported = {} if judged.artifact is None else judged.artifact.settings
+            if exported.get("static_tokens") or not exported.get("with_head", True):
                 reason = "it has a static shape or no head, for benchmark_app"
                 self.notes.append(f"{judged.label} is not evaluated: {reason}")
                 return

@@ -277,9 +277,11 @@ def run_task(
     """Runs one task, or all tasks of a group such as `lambada`, with any lm-eval model."""
     with _quiet(), tempfile.TemporaryDirectory() as scratch:
         loaded = _loaded(task, Path(scratch))
-        for one in loaded["tasks"].values():
-            one.set_config(key="num_fewshot", value=one.get_config("num_fewshot") or 0)
-            one.set_fewshot_seed(seed=1234)
+        for single in loaded["tasks"].values():
+            single.set_config(
+                key="num_fewshot", value=single.get_config("num_fewshot") or 0
+            )
+            single.set_fewshot_seed(seed=1234)
         results: Any = evaluate(
             lm=language_model,
             task_dict=loaded,
@@ -287,7 +289,9 @@ def run_task(
             log_samples=True,
             bootstrap_iters=0,
         )
-        return [_examples(name, one, results) for name, one in loaded["tasks"].items()]
+        return [
+            _examples(name, single, results) for name, single in loaded["tasks"].items()
+        ]
 
 
 def _loaded(task: TaskData, scratch: Path) -> Any:
