@@ -123,13 +123,20 @@ def test_only_what_was_deleted_is_done_again(
     # It ends with a screenful: the answer in two lines, a table, the next command. The rest is in the log.
     lines = out.splitlines()
     assert len(lines) <= 24
-    assert re.match(r"OpenVINO: [\d.]+ [kM]B, \d+ % of FP16", lines[1])
+    assert re.match(r"OpenVINO: [\d.]+ [kM]B, \d+ % of the size of FP16\.", lines[1])
+    assert re.search(r"stays the same \d+ times in 100", lines[1])
     assert re.match(r"  Target: KL ≤ 0\.05 nats per token \(--max-loss\)\. ", lines[2])
+    assert lines[2].count("Perplexity") == 1
+    assert lines[3] == f"  {folder / 'artifacts/openvino' / BEST}"
+    rows = [line for line in lines if line.startswith("│ OpenVINO")]
+    assert "recommended" in rows[0]  # first
     for words_ in ("│ INT8_SYM", "│ INT4_SYM-G128", "│ recommended"):
         assert words_ in out
     internal = re.compile(r"stock\.|uniform_|recommended-openvino(?!')|openvino/")
     assert not [
-        line for line in lines if internal.search(line) and not line.startswith("Next:")
+        line
+        for line in lines
+        if internal.search(line) and not line.startswith(("Next:", f"  {folder}"))
     ]
     assert f"kl-lens report --run {folder} --open" in out
     assert lines[-1].startswith("Next: kl-lens generate ")

@@ -30,6 +30,7 @@ from kl_lens.cli.terminal import Bold, Red, Row, Shown, Terminal, table
 from kl_lens.reporting.answer import (
     closest_files,
     measured_of,
+    plainly,
     speed_ratio,
     target_of,
     unmeasurable,
@@ -152,15 +153,13 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
         yield Red(f"{runtime_title(target)}: {problem}: {reason}")
     for target in result.exported:
         names = result.plans[target]
-        yield from _answer(view, names[-1], target)
+        yield from _answer(view, names[-1], target, result.exported[target])
         quantized = [name for name in names if name != UNIFORM_FP16]
+        recommended = row_of(view, names[-1], target)
+        files.append({heading: Bold(cell) for heading, cell in recommended.items()})
         for name in closest_files(view, quantized, target, RIVALS):
-            row = row_of(view, name, target)
-            files.append(
-                {heading: Bold(cell) for heading, cell in row.items()}
-                if name == names[-1]
-                else row
-            )
+            if name != names[-1]:
+                files.append(row_of(view, name, target))
         files.append(None)
     yield table("", files)
     evaluates = "evaluate" not in result.failed
@@ -203,25 +202,22 @@ def _cost(title: str, seconds: float, disk: int) -> Row:
     }
 
 
-def _answer(view: RunView, name: str, target: str) -> list[str]:
-    """Size and perplexity; the target and whether it is met."""
+def _answer(view: RunView, name: str, target: str, path: Path) -> list[str]:
+    """What everybody understands; the target, and whether it is met; where the file is."""
     plan = view.plan(name)
     assert plan is not None
-    subject = _subject(target, name)
-    size = view.subject_bytes(subject) or plan.file_bytes or 0
-    base = view.subject_bytes(_subject(target, UNIFORM_FP16))
     judged = view.judged(plan, target)
-    stock = plan.notes.get("taken_over")
-    words = [
-        f"{runtime_title(target)}: {f'{plan_title(str(stock))}, ' if stock else ''}{human_bytes(size)}",
-        f"{percent(size / base)} of FP16" if base else "",
-        f"perplexity {judged.perplexity.value:.2f} (original {judged.original:.2f})"
+    perplexity = (
+        f" Perplexity {judged.perplexity.value:.2f} (original {judged.original:.2f})."
         if judged.perplexity and judged.original
-        else "",
-    ]
+        else ""
+    )
+    stock = plan.notes.get("taken_over")
+    taken = f" It is {plan_title(str(stock))}." if stock else ""
     return [
-        ", ".join(filter(None, words)) + ".",
-        f"  {target_of(plan, view.unit)}{measured_of(view, plan)}",
+        f"{plainly(view, plan)}{taken}",
+        f"  {target_of(plan, view.unit)}{measured_of(view, plan)}{perplexity}",
+        f"  {next(iter(sorted(path.glob('*.gguf'))), path)}",
     ]
 
 
