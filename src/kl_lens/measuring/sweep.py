@@ -299,6 +299,7 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
         **model.task.identity,
         "template": model.template,
         "template_digest": model.template_digest,
+        **({"original": model.original} if model.original else {}),
     }
 
 

@@ -67,6 +67,10 @@ class Stored:
     begin: int = 0  # in a safetensors file
     # Of other files, mapped.
     pickled: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    # Of files in another program's format: reads the values.
+    made: Callable[[], torch.Tensor] | None = field(
+        default=None, compare=False, repr=False
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -92,8 +96,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+@dataclass(frozen=True)
+class Foreign:
+    """What stands for a checkpoint folder's weights: tensors of files in another program's format."""
+
+    path: Path
+    tensors: list[Stored]
+    # What numbers compare with, where these are not the weights as they were trained.
+    original: str = ""
+
+
+FOREIGN: dict[Path, Foreign] = {}  # by the folder with their configuration
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The weight files, safetensors before pickles. Raises if one is missing or outside the folder."""
+    if folder in FOREIGN:
+        return sorted({tensor.path for tensor in FOREIGN[folder].tensors})
     for name in INDEXES:
         index = folder / name
         if index.is_file():
@@ -180,6 +199,8 @@ def check_sizes(folder: Path, config: dict[str, Any]) -> None:
 
 def stored_tensors(folder: Path) -> list[Stored]:
     """Every tensor of the weight files. Raises for a damaged file."""
+    if folder in FOREIGN:
+        return FOREIGN[folder].tensors
     return [tensor for path in weight_files(folder) for tensor in _contents(path)]
 
 
@@ -216,6 +237,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def read_stored(stored: Stored) -> torch.Tensor:
     """The values of one tensor."""
+    if stored.made is not None:
+        return stored.made()
     if stored.pickled is not None:
         return stored.pickled.clone()
     with safe_open(stored.path, framework="pt") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -44,6 +45,8 @@ from kl_lens.run.records import Component
 from kl_lens.run.subjects import file_digest
 from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
+# A file in another program's format → what makes it a folder with a configuration, whose weights it keeps (`Foreign`).
+OPENERS = {".gguf": "kl_lens.targets.gguf.source:opened"}
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
 # What torch raises for a device that it lacks, or that has no room.
 _DEVICES = ("cpu", "cuda")  # not Apple's mps, which nobody compared with the CPU
@@ -67,6 +70,9 @@ class LoadedModel:
     not_on_disk: str = ""  # why they could not stay there, if they should
     left_out: tuple[files.Stored, ...] = ()  # tensors that are not in the model
     template: str | None = None  # a file of the same model, like which others are made
+    original: str = (
+        ""  # what numbers compare with, if not the weights as they were trained
+    )
     warn: Callable[[str], None] = warn  # hears of a kernel that is wrong
     beginning: Beginning = field(default_factory=partial(Beginning, None))  # of texts
 
@@ -195,11 +201,12 @@ class LoadedModel:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about how it was opened."""
+        notes = (*self.anatomy.notes, *filter(None, [self.original]))
         if not self.left_out:
-            return self.anatomy.notes
+            return notes
         names = f"{self.left_out[0].name}{files.and_more(self.left_out)}"
         line = f"Not opened: {names}. Heads for further tokens and vision towers are no part of the language model."
-        return (*self.anatomy.notes, line)
+        return (*notes, line)
 
     def require_tokenizer(self) -> Any:
         return LanguageTask(self.tokenizer, self.name).require_tokenizer()
@@ -242,13 +249,15 @@ def load(
     """
     folder = model_folder(source)
     config = files.read_config(folder)
-    is_folder = os.path.isdir(os.path.expanduser(source))
+    foreign = files.FOREIGN.get(folder)
+    place = foreign.path if foreign else folder
+    is_local = os.path.exists(os.path.expanduser(source))
     # Opens the same weights again.
     identity = pinned_name(folder) if _is_on_hub(source) else str(source)
     compute_dtype = _dtype(dtype)
     images = images or own_images(source)
     checkpoint = _Checkpoint(
-        name=folder.name if is_folder else identity.partition("@")[0],
+        name=place.name if is_local else identity.partition("@")[0],
         folder=folder,
         config=config,
         classifier=ImageTask.of(folder, config, images)
@@ -264,7 +273,8 @@ def load(
         opened,
         tokenizer=reader,
         beginning=Beginning(None if checkpoint.classifier else reader, bos),
-        source=str(folder.resolve()) if is_folder else identity,
+        source=str(place.resolve()) if is_local else identity,
+        original=foreign.original if foreign else "",
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         template=_absolute(template),
     )
@@ -291,13 +301,25 @@ def model_folder(source: str | Path, *, watch: Watch | None = None) -> Path:
         return reference_path(name)
     # Not pathlib's expanduser and is_dir: they raise for an unknown user or a name that is too long.
     path = Path(os.path.expanduser(text))
+    if file := next((file for file in _files(path) if file.suffix in OPENERS), None):
+        module, _, function = OPENERS[file.suffix].partition(":")
+        folder: Path = getattr(importlib.import_module(module), function)(file)
+        return folder
     if os.path.isdir(path):
         return path
     if os.path.isfile(path):
         raise CheckpointError(
-            f"{text} is a file; give the folder with config.json and the weights"
+            f"{text} is a file; give the folder with config.json and the weights, or a .gguf"
         )
     return download(text, watch=watch)
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or those in a folder that is no checkpoint."""
+    if os.path.isfile(path):
+        return [path]
+    is_checkpoint = os.path.isfile(path / "config.json") or not os.path.isdir(path)
+    return [] if is_checkpoint else sorted(path.iterdir())
 
 
 def pinned(source: str | Path, watch: Watch) -> str:
@@ -307,9 +329,8 @@ def pinned(source: str | Path, watch: Watch) -> str:
 
 
 def _is_on_hub(source: str | Path) -> bool:
-    return not (
-        str(source).startswith("reference:") or os.path.isdir(os.path.expanduser(source))
-    )
+    is_local = os.path.exists(os.path.expanduser(source))
+    return not (str(source).startswith("reference:") or is_local)
 
 
 @dataclass(frozen=True)
@@ -379,6 +400,8 @@ class _Checkpoint:
     def _read_directly(self) -> Residency | None:
         """A language model that is read straight to the device; None: transformers has to load it."""
         on_gpu = self.device.type == "cuda" and self.dtype == torch.float32
+        if self.folder in files.FOREIGN:
+            return self._streamed(None, whole=True)
         if not self._is_ssm and (self.classifier or not on_gpu):
             return None
         try:

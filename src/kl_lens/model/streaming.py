@@ -163,7 +163,7 @@ class CheckpointTensors:
     def refuse_pickles(self) -> None:
         """Raises for files that cannot be read a part at a time."""
         for path in self._files:
-            if path.suffix != ".safetensors":
+            if path.suffix not in (".safetensors", ".gguf"):
                 raise CheckpointError(
                     f"{path}: only safetensors can stay on disk; use --weights memory"
                 )
@@ -197,6 +197,8 @@ class CheckpointTensors:
             file.close()
 
     def _tensor(self, stored: Stored) -> torch.Tensor:
+        if stored.made is not None:
+            return stored.made()
         if stored.pickled is not None:
             return stored.pickled.clone()  # not the mapped file
         if stored.kind not in _TYPES:

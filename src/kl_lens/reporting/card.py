@@ -83,6 +83,7 @@ def card(
     file = Subject(ARTIFACT, plan.name, plan.target)
     judged = view.judged(plan, plan.target)
     base = about.get("base_model")
+    original = view.identity.get("original") and f"({view.identity['original']})"
     stock = plan.notes.get("taken_over")
     recorded = [
         c.provenance["versions"] for c in view.commands if "versions" in c.provenance
@@ -99,7 +100,7 @@ def card(
         name=repository.rpartition("/")[2],
         base=f"[{base}](https://huggingface.co/{base})"
         if base
-        else f"`{shown_place(view.model)}`",
+        else " ".join(filter(None, [f"`{shown_place(view.model)}`", original])),
         title=target.title,
         bytes=artifact.realised_bytes,
         whole=view.fp16_of(plan.target),

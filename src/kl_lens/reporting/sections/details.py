@@ -219,6 +219,7 @@ def _model(view: RunView) -> dict[str, object]:
     weights += f"{len(candidates)} components can be quantized"
     return {
         "model": view.model,
+        "compared with": identity.get("original"),
         "architecture": identity.get("model_type"),
         "source": shown_place(identity["source"]) if identity.get("source") else None,
         "fingerprint of the weights": identity.get("model_fingerprint"),

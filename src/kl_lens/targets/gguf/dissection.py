@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _HEAD = "output.weight"
 # Read by people, or implied by the shapes of tensors.
-_WITHOUT_EFFECT = ("context_length", "feed_forward_length", "vocab_size")
+WITHOUT_EFFECT = ("context_length", "feed_forward_length", "vocab_size")
 
 
 class GGUFDissection(Dissection):
@@ -51,7 +51,7 @@ class GGUFDissection(Dissection):
         self.info = read_header(path)
         self.path = self.info.paths[0]
         self.files = self.info.paths
-        self.tensors = tuple(_stored(entry) for entry in self.info.tensors)
+        self.tensors = tuple(stored_tensor(entry) for entry in self.info.tensors)
 
     def parts(self, model: LoadedModel) -> list[Part]:
         shapes = ModelTensors(model).shapes
@@ -84,7 +84,7 @@ class GGUFDissection(Dissection):
             actual = metadata.get(key)
             if not dissection.same(actual, value):
                 # Of what is missing, llama.cpp has defaults.
-                matters = suffix not in _WITHOUT_EFFECT if key in metadata else None
+                matters = suffix not in WITHOUT_EFFECT if key in metadata else None
                 advice = self._advice(key, value)
                 disagreements.append(setting(key, actual, value, advice, matters=matters))
         for reason in architecture.refusals(model.config):
@@ -146,7 +146,7 @@ def _lists(metadata: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
     }
 
 
-def _stored(entry: TensorEntry) -> StoredTensor:
+def stored_tensor(entry: TensorEntry) -> StoredTensor:
     name = {"F16": "fp16", "F32": "fp32", "BF16": "bf16"}.get(
         entry.type, entry.type.lower()
     )

@@ -53,7 +53,7 @@ _TEKKEN = (
 )
 # The pattern in front of a byte-level step, and whether whole words of the vocabulary are taken before merging
 # (ignore_merges) → llama.cpp's name.
-_SPLITS = {
+SPLITS = {
     (_LLAMA3, True): "llama-bpe",
     (_LLAMA3, False): "dbrx",
     (_QWEN2, False): "qwen2",
@@ -248,7 +248,7 @@ def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
         return "starcoder"
     if len(steps) == 2 and first["type"] == "Split" and not by_pattern:
         pattern = (first.get("pattern") or {}).get("Regex", "")
-        name = _SPLITS.get((pattern, whole_words))
+        name = SPLITS.get((pattern, whole_words))
         # The two are equivalent here: these patterns match all text.
         isolates = (first.get("behavior"), bool(first.get("invert"))) in (
             ("Isolated", False),

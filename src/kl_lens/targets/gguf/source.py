@@ -1,0 +1,503 @@
+"""A GGUF file as the model: configuration, weights and tokenizer as transformers has them.
+
+The rules by which a family is written are read backwards, and nothing is believed: the configuration that was found has
+to give the file's own metadata, and every tensor of the file has to have its place. Weights stay in the file and are
+read one at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kl_lens.base.errors import CheckpointError, KLLensError, one_line
+from kl_lens.model.files import FOREIGN, Foreign, Stored
+from kl_lens.targets.abilities import FLOATS
+from kl_lens.targets.dissection import Part, StoredTensor, same
+from kl_lens.targets.gguf.architectures import ARCHITECTURES
+from kl_lens.targets.gguf.architectures.base import TensorRule, as_is, check_complete
+from kl_lens.targets.gguf.dissection import WITHOUT_EFFECT, stored_tensor
+from kl_lens.targets.gguf.header import FileInfo, parts_of, read_header
+from kl_lens.targets.gguf.vocabulary import write_tokenizer
+
+# llama.cpp's architectures → transformers' model types.
+_FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "smollm3": "smollm3",
+    "gpt2": "gpt2",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "falcon-h1": "falcon_h1",
+    "jamba": "jamba",
+    "granitehybrid": "granitemoehybrid",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "qwen3next": "qwen3_next",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h",
+}
+_WAY_OUT = "give the checkpoint that it was made from (org/model)"
+_folders: dict[tuple[Any, ...], Path] = {}
+
+
+def opened(path: Path) -> Path:
+    """A folder with configuration and tokenizer, whose weights are those of the file."""
+    paths = parts_of(path)
+    states = [file.stat() for file in paths]
+    key = (*paths, *((state.st_size, state.st_mtime_ns) for state in states))
+    if key not in _folders:
+        place = tempfile.TemporaryDirectory(prefix="kl-lens-gguf-")
+        atexit.register(place.cleanup)
+        folder = Path(place.name)
+        _write(paths[0], folder)
+        _folders[key] = folder
+    return _folders[key]
+
+
+def _write(path: Path, folder: Path) -> None:
+    info = read_header(path, whole=True)
+    kind = _FAMILIES.get(info.architecture, "")
+    if kind not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{path}: KL Lens cannot open GGUF files of {info.architecture} models; {_WAY_OUT}"
+        )
+    try:
+        config = _Rebuilt(info).config(kind)
+        tensors = [*_tensors(info, config)]
+    except CheckpointError:
+        raise
+    # A configuration class, or the rules, may stumble over anything that a file leaves out.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: this {info.architecture} model cannot be opened ({one_line(error)}); {_WAY_OUT}"
+        ) from error
+    config.save_pretrained(folder)
+    write_tokenizer(info, folder)
+    FOREIGN[folder] = Foreign(path, tensors, _compared_with(info))
+
+
+def _compared_with(info: FileInfo) -> str:
+    sizes = Counter[str]()
+    for tensor in info.tensors:
+        sizes[tensor.type] += math.prod(tensor.shape)
+    if all(name.lower() in FLOATS for name in sizes):
+        return ""
+    return f"compared with this {sizes.most_common(1)[0][0]} file, not with the original"
+
+
+# -- the configuration ---------------------------------------------------------------------------------------
+
+
+class _Rebuilt:
+    """Settings from metadata, and from which tensors there are."""
+
+    def __init__(self, info: FileInfo) -> None:
+        self.info = info
+        self.shapes = {tensor.name: tensor.shape for tensor in info.tensors}
+
+    def value(self, key: str, default: Any = None) -> Any:
+        name = self.info.architecture
+        value = self.info.metadata.get(f"{name}.{key}", default)
+        if key == "block_count":  # heads for further tokens are blocks too
+            value -= self.info.metadata.get(f"{name}.nextn_predict_layers", 0)
+        return value
+
+    def config(self, kind: str) -> Any:
+        """Raises if it does not give the file's metadata."""
+        if kind == "mamba" and self.value("ssm.dt_b_c_rms"):
+            kind = "falcon_mamba"
+        if kind == "granitemoehybrid" and self.value("attention.scale") is None:
+            kind = "bamba"
+        architecture = ARCHITECTURES[kind]
+        make = transformers.CONFIG_MAPPING[kind]
+        values = self._common(kind) | _OF_FAMILIES.get(kind, lambda _: {})(self)
+        # What metadata says in the words of the configuration.
+        settings = architecture.settings(make(**values))
+        for key, name in settings.items():
+            if type(name) is str and (value := self.value(key)) is not None:
+                values[name] = value
+        config = make(**values)
+        for key, wanted in architecture.metadata(config).items():
+            actual = self.value(key)
+            if key in WITHOUT_EFFECT or actual is None or same(actual, wanted):
+                continue
+            raise CheckpointError(
+                f"{self.info.paths[0]}: its {key} is {actual}, but the configuration that KL Lens can make of the file "
+                f"gives {wanted}; {_WAY_OUT}"
+            )
+        for reason in architecture.refusals(config):
+            raise CheckpointError(f"{self.info.paths[0]}: {reason}; {_WAY_OUT}")
+        return config
+
+    def _common(self, kind: str) -> dict[str, Any]:
+        heads = self.value("attention.head_count", 0)
+        heads = max(heads) if isinstance(heads, list) else heads
+        keys = self.heads_of_keys
+        width = self.value("embedding_length")
+        values = {
+            "vocab_size": self.shapes["token_embd.weight"][0],
+            "hidden_size": width,
+            "num_hidden_layers": self.value("block_count"),
+            "max_position_embeddings": self.value("context_length"),
+            "tie_word_embeddings": "output.weight" not in self.shapes,
+        }
+        feed_forward = self.value("feed_forward_length")
+        if feed_forward:
+            longest = (
+                max(feed_forward) if isinstance(feed_forward, list) else feed_forward
+            )
+            values["n_inner" if kind == "gpt2" else "intermediate_size"] = longest
+        if heads:
+            size = self.value("attention.key_length", width // heads)
+            values |= {"num_attention_heads": heads, "num_key_value_heads": max(keys)}
+            values |= (
+                {"head_dim": size} if size * heads != width or kind not in _SQUARE else {}
+            )
+            values |= {"rope_parameters": self._rope(size)}
+            biased = "blk.0.attn_output.bias" in self.shapes
+            values |= {
+                "attention_bias": biased,
+                "mlp_bias": "blk.0.ffn_up.bias" in self.shapes,
+            }
+        for name in ("bos", "eos", "padding"):
+            token = self.info.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            values[f"{name.replace('padding', 'pad')}_token_id"] = token
+        return values
+
+    @property
+    def heads_of_keys(self) -> list[int]:
+        """Of every layer."""
+        keys = self.value(
+            "attention.head_count_kv", self.value("attention.head_count", 0)
+        )
+        return keys if isinstance(keys, list) else [keys] * self.value("block_count")
+
+    def _rope(self, size: int) -> dict[str, Any]:
+        kind = self.value("rope.scaling.type", "default")
+        rope: dict[str, Any] = {
+            "rope_type": "default" if kind == "none" else kind,
+            "rope_theta": self.value("rope.freq_base", 10000.0),
+        }
+        if turning := self.value("rope.dimension_count"):
+            rope["partial_rotary_factor"] = turning / size
+        if factor := self.value("rope.scaling.factor"):
+            rope["factor"] = factor
+        if original := self.value("rope.scaling.original_context_length"):
+            rope["original_max_position_embeddings"] = original
+        if "rope_freqs.weight" in self.shapes:  # as Llama 3 has them, or they will differ
+            (tensor,) = (t for t in self.info.tensors if t.name == "rope_freqs.weight")
+            rope |= {
+                "rope_type": "llama3",
+                "factor": float(stored_tensor(tensor).read().max()),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        return rope
+
+    # -- of hybrids ------------------------------------------------------------------------------------------
+
+    @property
+    def inner(self) -> int:
+        return int(self.value("ssm.inner_size"))
+
+    @property
+    def rank(self) -> int:
+        return int(self.value("ssm.time_step_rank"))
+
+    def layers(self, tensor: str) -> list[int]:
+        """Those that have this tensor."""
+        count = range(self.value("block_count"))
+        return [index for index in count if f"blk.{index}.{tensor}" in self.shapes]
+
+
+_SQUARE = (
+    "granitemoehybrid",
+    "bamba",
+    "llama",
+    "qwen2",
+    "phi3",
+    "granite",
+    "olmo2",
+    "gpt2",
+    "jamba",
+    "lfm2",
+)
+
+
+_WITHOUT_ROPE = {"position_embedding_type": None, "rope_parameters": None}
+
+
+def _gemma(file: _Rebuilt) -> dict[str, Any]:
+    layers = range(file.value("block_count"))
+    size = file.value("attention.key_length")
+    local = file.value("rope.freq_base_swa", 10000.0)
+    return {
+        "query_pre_attn_scalar": size,
+        "layer_types": [
+            "full_attention" if index % 6 == 5 else "sliding_attention"
+            for index in layers
+        ],
+        "rope_parameters": {
+            "full_attention": file._rope(size),
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+        "final_logit_softcapping": file.value("final_logit_softcapping"),
+    }
+
+
+def _granite(file: _Rebuilt) -> dict[str, Any]:
+    names = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {name: file.value(key, 1.0) for name, key in names.items()}
+
+
+def _mamba2_of(file: _Rebuilt) -> dict[str, Any]:
+    return {
+        "mamba_n_heads": file.rank,
+        "mamba_d_head": file.inner // file.rank,
+        "mamba_expand": file.inner // file.value("embedding_length"),
+    }
+
+
+def _bamba(file: _Rebuilt) -> dict[str, Any]:
+    return _mamba2_of(file) | {"attn_layer_indices": file.layers("attn_q.weight")}
+
+
+def _granite_hybrid(file: _Rebuilt) -> dict[str, Any]:
+    shared = file.value("expert_shared_feed_forward_length")
+    rotates = file.value("rope.scaling.finetuned")
+    return {
+        **_granite(file),
+        **_mamba2_of(file),
+        "layer_types": [
+            "full_attention" if keys else "linear_attention"
+            for keys in file.heads_of_keys
+        ],
+        **({"position_embedding_type": "rope"} if rotates else _WITHOUT_ROPE),
+        "num_local_experts": file.value("expert_count", 0),
+        "num_experts_per_tok": file.value("expert_used_count", 0),
+        "shared_intermediate_size": shared or file.value("feed_forward_length"),
+    }
+
+
+def _falcon_h1(file: _Rebuilt) -> dict[str, Any]:
+    """Its multipliers are in the weights."""
+    ones = (
+        "attention_in",
+        "attention_out",
+        "embedding",
+        "key",
+        "lm_head",
+        "ssm_in",
+        "ssm_out",
+    )
+    return {
+        **_mamba2_of(file),
+        **{f"{name}_multiplier": 1.0 for name in ones},
+        "mlp_multipliers": [1.0, 1.0],
+        "ssm_multipliers": [1.0] * 5,
+        "mamba_d_ssm": file.inner,
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.shapes,
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _jamba(file: _Rebuilt) -> dict[str, Any]:
+    def interval(layers: Sequence[int], name: str) -> dict[str, int]:
+        first = layers[0] if layers else 0
+        step = layers[1] - first if len(layers) > 1 else file.value("block_count")
+        return {f"{name}_layer_offset": first, f"{name}_layer_period": step}
+
+    return {
+        **interval([i for i, keys in enumerate(file.heads_of_keys) if keys], "attn"),
+        **interval(file.layers("ffn_gate_inp.weight"), "expert"),
+        "num_experts": file.value("expert_count") or 1,
+        "num_experts_per_tok": file.value("expert_used_count") or 1,
+        "mamba_expand": file.inner // file.value("embedding_length"),
+        "mamba_dt_rank": file.rank,
+        "use_mamba_kernels": False,
+    }
+
+
+def _qwen(file: _Rebuilt) -> dict[str, Any]:
+    interval = file.value("full_attention_interval")
+    return {
+        "layer_types": [
+            "linear_attention" if (index + 1) % interval else "full_attention"
+            for index in range(file.value("block_count"))
+        ],
+        "linear_value_head_dim": file.inner // file.rank,
+    }
+
+
+def _lfm2(file: _Rebuilt) -> dict[str, Any]:
+    return {
+        "layer_types": [
+            "full_attention" if keys else "conv" for keys in file.heads_of_keys
+        ],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _nemotron_h(file: _Rebuilt) -> dict[str, Any]:
+    kinds = ["mamba"] * file.value("block_count")
+    of_tensors = {
+        "attn_q.weight": "attention",
+        "ffn_up.weight": "mlp",
+        "ffn_up_exps.weight": "moe",
+    }
+    for tensor, kind in of_tensors.items():
+        for index in file.layers(tensor):
+            kinds[index] = kind
+    return {
+        "layers_block_type": kinds,
+        "mamba_num_heads": file.rank,
+        "mamba_head_dim": file.inner // file.rank,
+        "norm_topk_prob": file.value("expert_weights_norm", True),
+        "routed_scaling_factor": file.value("expert_weights_scale", 1.0),
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
+def _mamba(file: _Rebuilt) -> dict[str, Any]:
+    return {
+        "intermediate_size": file.inner,
+        "expand": file.inner // file.value("embedding_length"),
+        "time_step_rank": file.rank,
+        # Of Falcon-Mamba, whose norms have one epsilon in llama.cpp.
+        "mixer_rms_eps": file.value("attention.layer_norm_rms_epsilon"),
+    }
+
+
+def _mamba2(file: _Rebuilt) -> dict[str, Any]:
+    return {
+        "num_heads": file.rank,
+        "head_dim": file.inner // file.rank,
+        "expand": file.inner // file.value("embedding_length"),
+    }
+
+
+_OF_FAMILIES: Mapping[str, Callable[[_Rebuilt], dict[str, Any]]] = {
+    "gemma3_text": _gemma,
+    "granite": _granite,
+    "granitemoehybrid": _granite_hybrid,
+    "falcon_h1": _falcon_h1,
+    "jamba": _jamba,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _qwen),
+    "bamba": _bamba,
+    "nemotron_h": _nemotron_h,
+    "mamba": _mamba,
+    "falcon_mamba": _mamba,
+    "mamba2": _mamba2,
+}
+
+
+# -- the weights ---------------------------------------------------------------------------------------------
+
+
+def _tensors(info: FileInfo, config: Any) -> Iterator[Stored]:
+    """Every parameter, made from the tensors of the file when it is read."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            shapes[name] = tuple(tensor.shape)
+    architecture = ARCHITECTURES[config.model_type]
+    rules = architecture.tensors(config, shapes)
+    check_complete(rules, shapes)
+    entries = {entry.name: entry for entry in info.tensors}
+    names = {rule.name for rule in rules}
+    further = f"blk.{config.num_hidden_layers}."  # heads for further tokens
+    unknown = [n for n in entries if n not in names and not n.startswith(further)]
+    if unknown:
+        raise CheckpointError(
+            f"{info.paths[0]}: {unknown[0]} has no place in {config.model_type}; {_WAY_OUT}"
+        )
+    sources: dict[str, list[tuple[TensorRule, StoredTensor]]] = {}
+    for rule in rules:
+        if rule.name not in entries:
+            raise CheckpointError(f"{info.paths[0]} lacks {rule.name}; {_WAY_OUT}")
+        stored = stored_tensor(entries[rule.name])
+        if rule.parameter is None:
+            _require_constant(info.paths[0], rule, stored)
+        else:
+            sources.setdefault(rule.parameter, []).append((rule, stored))
+    for name, parts in sources.items():
+        path = entries[parts[0][0].name].path
+        size = 4 * math.prod(shapes[name])
+        made = partial(_made, info.paths[0], shapes[name], parts)
+        yield Stored(path, name, "F32", shapes[name], size, made=made)
+
+
+def _require_constant(path: Path, rule: TensorRule, stored: StoredTensor) -> None:
+    """Of what follows from the configuration alone."""
+    actual = stored.read().flatten()
+    expected = torch.tensor(rule.constant)
+    if actual.shape != expected.shape or not torch.allclose(actual, expected, 1e-4):
+        raise CheckpointError(
+            f"{path}: {rule.name} holds other numbers than expected; {_WAY_OUT}"
+        )
+
+
+def _made(
+    path: Path, shape: tuple[int, ...], parts: Sequence[tuple[TensorRule, StoredTensor]]
+) -> torch.Tensor:
+    whole = torch.full(shape, math.nan)
+    for rule, stored in parts:
+        try:
+            whole = _written(rule, stored, whole)
+        except (RuntimeError, ValueError, KLLensError) as error:
+            raise CheckpointError(
+                f"{path}: {rule.name} cannot be read ({one_line(error)})"
+            ) from error
+    return whole
+
+
+def _written(rule: TensorRule, stored: StoredTensor, whole: torch.Tensor) -> torch.Tensor:
+    """The parameter with these values in it, found by sending the numbers of its rows through the rule."""
+    values = stored.read()
+    if rule.float32:
+        part = Part(rule.name, stored, rule.parameter, rule.arranged, rule.factors)
+        made = part.written(values, whole)
+        if made is None:
+            raise ValueError(f"its shape is {stored.shape}")
+        return made
+    first, second = rule.columns
+    if (first, second) != (1, 1):
+        runs = values.unflatten(-1, (second, first, -1))
+        values = runs.transpose(-3, -2).flatten(-3)
+    if rule.transform is as_is:
+        return values.reshape(whole.shape)
+    rows = torch.arange(math.prod(whole.shape[:-1])).reshape(*whole.shape[:-1], 1)
+    index = rule.transform(rows).flatten()
+    whole.view(-1, whole.shape[-1])[index] = values.reshape(len(index), -1)
+    return whole
