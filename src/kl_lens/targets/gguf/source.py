@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from kl_lens.base.errors import CheckpointError, KLLensError, one_line
+from kl_lens.model.anatomy import turn_matrices
 from kl_lens.model.files import FOREIGN, Foreign, Stored
 from kl_lens.targets.abilities import FLOATS
 from kl_lens.targets.dissection import Part, StoredTensor, same
@@ -172,11 +173,11 @@ class _Rebuilt:
                 {"head_dim": size} if size * heads != width or kind not in _SQUARE else {}
             )
             values |= {"rope_parameters": self._rope(size)}
-            biased = "blk.0.attn_output.bias" in self.shapes
-            values |= {
-                "attention_bias": biased,
-                "mlp_bias": "blk.0.ffn_up.bias" in self.shapes,
-            }
+            if original := self.value("rope.scaling.original_context_length"):
+                values["original_max_position_embeddings"] = original  # as Phi 3 has it
+            if kind in ("llama", "granite"):
+                for name, tensor in (("attention", "attn_output"), ("mlp", "ffn_up")):
+                    values[f"{name}_bias"] = f"blk.0.{tensor}.bias" in self.shapes
         for name in ("bos", "eos", "padding"):
             token = self.info.metadata.get(f"tokenizer.ggml.{name}_token_id")
             values[f"{name.replace('padding', 'pad')}_token_id"] = token
@@ -201,17 +202,17 @@ class _Rebuilt:
         if factor := self.value("rope.scaling.factor"):
             rope["factor"] = factor
         if original := self.value("rope.scaling.original_context_length"):
-            rope["original_max_position_embeddings"] = original
-        if "rope_freqs.weight" in self.shapes:  # as Llama 3 has them, or they will differ
-            (tensor,) = (t for t in self.info.tensors if t.name == "rope_freqs.weight")
-            rope |= {
-                "rope_type": "llama3",
-                "factor": float(stored_tensor(tensor).read().max()),
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
+            rope["original_max_position_embeddings"] = int(original)
+        if "rope_freqs.weight" in self.shapes:
+            rope |= _llama3(self.values("rope_freqs.weight"), rope["rope_theta"])
+        for name in ("long", "short"):
+            if (tensor := f"rope_factors_{name}.weight") in self.shapes:
+                rope[f"{name}_factor"] = self.values(tensor).tolist()
         return rope
+
+    def values(self, name: str) -> torch.Tensor:
+        entry = next(entry for entry in self.info.tensors if entry.name == name)
+        return stored_tensor(entry).read().flatten()
 
     # -- of hybrids ------------------------------------------------------------------------------------------
 
@@ -241,6 +242,24 @@ _SQUARE = (
     "jamba",
     "lfm2",
 )
+
+
+def _llama3(factors: torch.Tensor, base: float) -> dict[str, Any]:
+    """The settings behind the factors of frequencies, with the bounds that every Llama has; checked like all else."""
+    factor = float(factors.max())
+    original = 8192.0
+    waves = 2 * math.pi * base ** (torch.arange(len(factors)) / len(factors))
+    for wave, middle in zip(waves.tolist(), factors.tolist(), strict=True):
+        if 1.01 < middle < 0.99 * factor:
+            share = (1 / middle - 1 / factor) / (1 - 1 / factor)
+            original = wave * (1 + 3 * share)
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": round(original),
+    }
 
 
 _WITHOUT_ROPE = {"position_embedding_type": None, "rope_parameters": None}
@@ -403,6 +422,7 @@ def _mamba2(file: _Rebuilt) -> dict[str, Any]:
 
 _OF_FAMILIES: Mapping[str, Callable[[_Rebuilt], dict[str, Any]]] = {
     "gemma3_text": _gemma,
+    "qwen3_moe": lambda _: {"norm_topk_prob": True},
     "granite": _granite,
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _falcon_h1,
@@ -425,6 +445,12 @@ def _tensors(info: FileInfo, config: Any) -> Iterator[Stored]:
     """Every parameter, made from the tensors of the file when it is read."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
+    turn_matrices(model)
+    turned = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if hasattr(module, "is_turned")
+    }
     shapes: dict[str, tuple[int, ...]] = {}
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -454,8 +480,9 @@ def _tensors(info: FileInfo, config: Any) -> Iterator[Stored]:
     for name, parts in sources.items():
         path = entries[parts[0][0].name].path
         size = 4 * math.prod(shapes[name])
-        made = partial(_made, info.paths[0], shapes[name], parts)
-        yield Stored(path, name, "F32", shapes[name], size, made=made)
+        read = partial(_made, info.paths[0], shapes[name], parts, name in turned)
+        shape = shapes[name][::-1] if name in turned else shapes[name]
+        yield Stored(path, name, "F32", shape, size, made=read)
 
 
 def _require_constant(path: Path, rule: TensorRule, stored: StoredTensor) -> None:
@@ -469,8 +496,12 @@ def _require_constant(path: Path, rule: TensorRule, stored: StoredTensor) -> Non
 
 
 def _made(
-    path: Path, shape: tuple[int, ...], parts: Sequence[tuple[TensorRule, StoredTensor]]
+    path: Path,
+    shape: tuple[int, ...],
+    parts: Sequence[tuple[TensorRule, StoredTensor]],
+    is_turned: bool,
 ) -> torch.Tensor:
+    """A parameter as a checkpoint has it: GPT-2's matrices lie the other way."""
     whole = torch.full(shape, math.nan)
     for rule, stored in parts:
         try:
@@ -479,7 +510,7 @@ def _made(
             raise CheckpointError(
                 f"{path}: {rule.name} cannot be read ({one_line(error)})"
             ) from error
-    return whole
+    return whole.T if is_turned else whole
 
 
 def _written(rule: TensorRule, stored: StoredTensor, whole: torch.Tensor) -> torch.Tensor:
@@ -495,6 +526,8 @@ def _written(rule: TensorRule, stored: StoredTensor, whole: torch.Tensor) -> tor
     if (first, second) != (1, 1):
         runs = values.unflatten(-1, (second, first, -1))
         values = runs.transpose(-3, -2).flatten(-3)
+    if values.shape[-1] != whole.shape[-1]:
+        raise ValueError(f"its shape is {stored.shape}")
     if rule.transform is as_is:
         return values.reshape(whole.shape)
     rows = torch.arange(math.prod(whole.shape[:-1])).reshape(*whole.shape[:-1], 1)
