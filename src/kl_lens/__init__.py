@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kl_lens.base.lazy import lazy_names
+from kl_lens.base.lazy import OPENERS, lazy_names
 from kl_lens.base.version import __version__ as __version__
+
+OPENERS[".gguf"] = "kl_lens.targets.gguf.source:opened"
 
 if TYPE_CHECKING:
     from kl_lens import text as text

@@ -13,6 +13,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+# Of files that may be a model: suffix → "module:function", which makes a folder of one (`model.files.Foreign`).
+OPENERS: dict[str, str] = {}
+
 
 class _Module:
     """A module that is imported when a name in it is first asked for."""

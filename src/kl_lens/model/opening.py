@@ -17,6 +17,7 @@ import transformers
 
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.files import reference_path
+from kl_lens.base.lazy import OPENERS
 from kl_lens.model import architectures, files, mamba_ssm
 from kl_lens.model.anatomy import (
     Anatomy,
@@ -45,8 +46,6 @@ from kl_lens.run.records import Component
 from kl_lens.run.subjects import file_digest
 from kl_lens.weights.store import DISK_BUDGET, WeightStore, state_of
 
-# A file in another program's format → what makes it a folder with a configuration, whose weights it keeps (`Foreign`).
-OPENERS = {".gguf": "kl_lens.targets.gguf.source:opened"}
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
 # What torch raises for a device that it lacks, or that has no room.
 _DEVICES = ("cpu", "cuda")  # not Apple's mps, which nobody compared with the CPU
