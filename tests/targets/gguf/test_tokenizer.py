@@ -18,7 +18,7 @@ from kl_lens.targets import export as write
 from kl_lens.targets.gguf import tokenizer as gguf_tokenizer
 from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.session import open_session
-from kl_lens.targets.gguf.tokenizer import _SPLITS, tokenizer_data
+from kl_lens.targets.gguf.tokenizer import SPLITS, tokenizer_data
 from kl_lens.targets.tokenizer import varied_strings
 from kl_lens.text.sources import Document, TextSource, wikitext2
 from kl_lens.text.windows import draw_windows
@@ -102,7 +102,7 @@ def test_gpt_neox(shared: Path, tmp_path: Path) -> None:
     session.close()
 
 
-@pytest.mark.parametrize(("kind", "name"), [*_SPLITS.items(), (None, "starcoder")])
+@pytest.mark.parametrize(("kind", "name"), [*SPLITS.items(), (None, "starcoder")])
 def test_split_patterns(kind: tuple[str, bool] | None, name: str, tmp_path: Path) -> None:
     """Our merges behind the patterns of other models."""
     specification = _reference()
@@ -132,7 +132,7 @@ def test_split_patterns(kind: tuple[str, bool] | None, name: str, tmp_path: Path
 def test_the_pattern_is_that_of_the_file(tmp_path: Path) -> None:
     """Not that of the class which its settings name."""
     specification = _reference()
-    (pattern, _), _ = next(item for item in _SPLITS.items() if item[1] == "qwen35")
+    (pattern, _), _ = next(item for item in SPLITS.items() if item[1] == "qwen35")
     split = {
         "type": "Split",
         "pattern": {"Regex": pattern},
