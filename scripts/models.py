@@ -183,7 +183,7 @@ def _short(error: KLLensError, family: str) -> str:
     text = re.sub(
         r"OpenVINO [\d.]+-\S+ cannot",
         "OpenVINO cannot",
-        text.partition("; it needs none")[0],
+        text.partition(": give llama.cpp's")[0],
     )
     return re.sub(r"; without a constant: .*", "", text)
 

@@ -18,7 +18,7 @@ from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings, option
-from kl_lens.targets import TARGETS, earlier_artifact, locate
+from kl_lens.targets import TARGETS, describe_target, earlier_artifact, locate
 
 _INHERITED = ("license", "license_name", "license_link", "language")
 
@@ -144,6 +144,8 @@ def _write(
         write_shared(run, new / SHARED)
         (new / CHART).write_text(chart(view, plan), encoding="utf-8")
         (new / "README.md").write_text(content, encoding="utf-8")
+        for beside, text in describe_target(settings.target).beside(artifact).items():
+            (new / beside).write_text(text, encoding="utf-8")
     for file in set(earlier.files if earlier else ()) - set(
         artifact.files
     ):  # or they would be uploaded too

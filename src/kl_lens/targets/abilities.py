@@ -268,6 +268,10 @@ class Publishing(Required):
             f'kl-lens generate {folder} --prompt "The history of the city"'
         )
 
+    def beside(self, artifact: Artifact) -> dict[str, str]:
+        """What other programs want beside published files: name → text."""
+        return {}
+
 
 class Dissecting(Required):
     """Files of it, whoever made them, taken apart for an autopsy."""

@@ -12,7 +12,13 @@ from kl_lens.base.files import reference_path
 from kl_lens.model.opening import LoadedModel, load
 from kl_lens.run.records import Plan
 from kl_lens.study.study import generate
-from kl_lens.targets import export, get_target, locate, open_session
+from kl_lens.targets import (
+    export,
+    get_target,
+    locate,
+    open_session,
+    read_artifact,
+)
 from kl_lens.targets.gguf.header import read_header
 from tests.families import plain
 from tests.shipped import shipped_digests
@@ -152,6 +158,9 @@ def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
     ):
         assert (one.logits([1, 2, 3]) == several.logits([1, 2, 3])).all()
     assert locate(last)[0] == tmp_path
+    assert target.beside(artifact) == {}, "Ollama takes no file in parts"
+    whole_file = read_artifact(exported)
+    assert target.beside(whole_file) == {"Modelfile": f"FROM ./{whole_file.files[0]}\n"}
     last.unlink()
     with pytest.raises(Exception, match=rf"{last.name}"):
         target.contents(tmp_path / artifact.files[0])

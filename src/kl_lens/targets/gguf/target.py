@@ -162,6 +162,11 @@ class GGUFTarget(Target):
             )
         return f"{server}\n\n# or, on a small board, without a server:\n{super().how_to_run(repository, artifact)}"
 
+    def beside(self, artifact: Artifact) -> dict[str, str]:
+        """For Ollama, which takes no file in parts."""
+        files = [name for name in artifact.files if name.endswith(SUFFIX)]
+        return {"Modelfile": f"FROM ./{files[0]}\n"} if len(files) == 1 else {}
+
     def is_all_floating(self, path: Path) -> bool:
         """From the file itself, which may have no record."""
         return all(
