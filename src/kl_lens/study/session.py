@@ -120,7 +120,7 @@ class Session:
         opened = load(self._pinned[name], **asdict(opening), **how)
         model = replace(opened, warn=self.events.tell)
         if model.original:
-            self.events.warn(f"{model.name}: {model.original}")
+            self.tell_once(f"{model.name}: {model.original}")
         if model.not_on_disk:
             self.events.warn(
                 f"{model.name} does not fit, but has to be loaded whole: {model.not_on_disk}"
