@@ -37,16 +37,16 @@ def tried_by_forks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first blocks of the reference hybrid: real weights, eight heads, a special token and a chat template."""
-    place = tmp_path_factory.mktemp("original") / "hybrid"
+    path = tmp_path_factory.mktemp("original") / "hybrid"
     whole = load("reference:hybrid")
     config = copy.deepcopy(whole.config)
     config.num_hidden_layers = BLOCKS
     short = type(whole.model)(config)
-    kept = short.state_dict().keys()
+    names = short.state_dict().keys()
     short.load_state_dict(
-        {name: value for name, value in whole.model.state_dict().items() if name in kept}
+        {name: value for name, value in whole.model.state_dict().items() if name in names}
     )
-    short.half().save_pretrained(place)
+    short.half().save_pretrained(path)
     content = json.loads(whole.tokenizer.backend_tokenizer.to_str())
     last = max(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
     content["added_tokens"].append(
@@ -60,8 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)),
         eos_token="<|endoftext|>",
         chat_template=TEMPLATE,
-    ).save_pretrained(place)
-    return place
+    ).save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +72,7 @@ def model(folder: Path) -> LoadedModel:
 @pytest.fixture(scope="session")
 def sound(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Sound:
     """A file without faults, made once; `others`: formats of components by the end of their name."""
-    made: dict[str, Path] = {}
+    files: dict[str, Path] = {}
 
     def export(
         target: str,
@@ -83,11 +83,11 @@ def sound(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Sound
         original = of or model
         fmt = fmt or FORMATS[target]
         key = f"{id(original)} {target} {fmt} {others}"
-        if key not in made:
+        if key not in files:
             wanted = {c.name: (fmt, c.shape) for c in original.anatomy.candidates}
-            for end, given in (others or {}).items():
+            for end, ending_format in (others or {}).items():
                 wanted |= {
-                    name: (given, shape)
+                    name: (ending_format, shape)
                     for name, (_, shape) in wanted.items()
                     if name.endswith(end)
                 }
@@ -95,9 +95,9 @@ def sound(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Sound
                 name: str(fitting_recipe(Recipe(f), shape)[0])
                 for name, (f, shape) in wanted.items()
             }
-            made[key] = tmp_path_factory.mktemp("sound") / "model"
-            get_target(target).export(original, Plan("test", recipes, "test"), made[key])
-        return made[key]
+            files[key] = tmp_path_factory.mktemp("sound") / "model"
+            get_target(target).export(original, Plan("test", recipes, "test"), files[key])
+        return files[key]
 
     return export
 
@@ -105,8 +105,8 @@ def sound(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Sound
 @pytest.fixture
 def copied(sound: Sound, tmp_path: Path) -> Sound:
     """A copy that a fault can be planted in, with the record beside it."""
-    return lambda *args, **how: Path(
-        shutil.copytree(sound(*args, **how), tmp_path / "model")
+    return lambda *args, **options: Path(
+        shutil.copytree(sound(*args, **options), tmp_path / "model")
     )
 
 
@@ -114,8 +114,8 @@ def copied(sound: Sound, tmp_path: Path) -> Sound:
 def examine(model: LoadedModel) -> Examine:
     text = prepare("wikitext2:test", model.task, window=64, limit=1)
 
-    def autopsy(place: Path, against: LoadedModel | None = model) -> Autopsy:
-        target, dissection = dissected(place)
+    def autopsy(path: Path, against: LoadedModel | None = model) -> Autopsy:
+        target, dissection = dissected(path)
         return perform_autopsy(
             dissection, target, against, text if against else None, threads=1
         )

@@ -19,25 +19,25 @@ Array = npt.NDArray[Any]
 Change = Callable[[Array], Array]
 
 
-def change(folder: Path, name: str, how: Change) -> None:
+def change(folder: Path, name: str, edit: Change) -> None:
     """Changes the values of a tensor, in its own type, whatever the file."""
     if list(folder.glob("*.gguf")):
-        _change_gguf(folder, name, how)
+        _change_gguf(folder, name, edit)
     elif (folder / IR_FILE).is_file():
-        _change_ir(folder, name, how)
+        _change_ir(folder, name, edit)
     else:
-        _change_mlx(folder, name, how)
+        _change_mlx(folder, name, edit)
 
 
 def values(folder: Path, name: str) -> Array:
-    held = []
+    arrays = []
 
     def seen(array: Array) -> Array:
-        held.append(array.copy())
+        arrays.append(array.copy())
         return array
 
     change(folder, name, seen)
-    return held[0]  # type: ignore[no-any-return]
+    return arrays[0]  # type: ignore[no-any-return]
 
 
 def swap(folder: Path, one: str, two: str) -> None:
@@ -54,32 +54,34 @@ def gguf_bytes(folder: Path, name: str) -> Array:
     return np.memmap(path, np.uint8, "r+", entry.offset, (entry.bytes,))
 
 
-def _change_gguf(folder: Path, name: str, how: Change) -> None:
+def _change_gguf(folder: Path, name: str, edit: Change) -> None:
     path = next(folder.glob("*.gguf"))
     entry = next(entry for entry in read_header(path).tensors if entry.name == name)
     data = gguf_bytes(folder, name)
     kind = gguf.GGMLQuantizationType[entry.type]
     rows = data.reshape(-1, data.size // max(entry.shape[0], 1))
-    new = how(gguf.dequantize(rows, kind).reshape(entry.shape))
+    new = edit(gguf.dequantize(rows, kind).reshape(entry.shape))
     blocks = gguf.quants.quantize(new.astype(np.float32).reshape(len(rows), -1), kind)
     data[:] = blocks.view(np.uint8).reshape(-1)
 
 
-def _change_ir(folder: Path, name: str, how: Change) -> None:
+def _change_ir(folder: Path, name: str, edit: Change) -> None:
     """Of a weight in F16."""
     text = (folder / IR_FILE).read_text()
-    where = r'element_type="f16" shape="([^"]*)" offset="(\d+)" size="(\d+)"'
-    found = re.search(rf'name="{re.escape(name)}" type="Const".*?{where}', text, re.S)
-    assert found is not None
-    data = np.memmap(
-        folder / WEIGHT_FILE, np.float16, "r+", int(found[2]), (int(found[3]) // 2,)
+    attributes = r'element_type="f16" shape="([^"]*)" offset="(\d+)" size="(\d+)"'
+    match = re.search(
+        rf'name="{re.escape(name)}" type="Const".*?{attributes}', text, re.S
     )
-    data[:] = how(
-        data.astype(np.float32).reshape([int(size) for size in found[1].split(",")])
+    assert match is not None
+    data = np.memmap(
+        folder / WEIGHT_FILE, np.float16, "r+", int(match[2]), (int(match[3]) // 2,)
+    )
+    data[:] = edit(
+        data.astype(np.float32).reshape([int(size) for size in match[1].split(",")])
     ).reshape(-1)
 
 
-def _change_mlx(folder: Path, name: str, how: Change) -> None:
+def _change_mlx(folder: Path, name: str, edit: Change) -> None:
     import mlx.core as mx
 
     file = folder / "model.safetensors"
@@ -93,7 +95,7 @@ def _change_mlx(folder: Path, name: str, how: Change) -> None:
             form = {
                 key: section.get(path, section)[key] for key in ("group_size", "bits")
             }
-            new = how(
+            new = edit(
                 np.array(
                     mx.dequantize(*(arrays[part] for part in parts), **form).astype(
                         mx.float32
@@ -108,7 +110,7 @@ def _change_mlx(folder: Path, name: str, how: Change) -> None:
                 )
             )
         else:
-            new = how(np.array(arrays[name].astype(mx.float32)))
+            new = edit(np.array(arrays[name].astype(mx.float32)))
             arrays[name] = (
                 mx.array(new).astype(arrays[name].dtype).reshape(arrays[name].shape)
             )
@@ -139,7 +141,7 @@ def rewritten(
     path = next(folder.glob("*.gguf"))
     old = path.rename(path.with_name("old.gguf"))
     info = read_header(old, whole=True)
-    given = dict(metadata or {})
+    changes = dict(metadata or {})
     writer = gguf.GGUFWriter(path, info.architecture)
     adding = {
         bool: writer.add_bool,
@@ -148,7 +150,7 @@ def rewritten(
         str: writer.add_string,
     }
     for name, before in info.metadata.items():
-        value = given.get(name, before)
+        value = changes.get(name, before)
         value = value(before) if callable(value) else value
         if name != "general.architecture" and value is not None:
             adding.get(type(value), writer.add_array)(name, value)
@@ -171,10 +173,10 @@ def rewritten(
     old.unlink()
 
 
-def regraphed(folder: Path, how: Callable[[ov.Model], None]) -> None:
+def regraphed(folder: Path, edit: Callable[[ov.Model], None]) -> None:
     """The IR after a change of its graph."""
     graph = ov.Core().read_model(folder / IR_FILE)
-    how(graph)
+    edit(graph)
     ov.save_model(graph, folder / "new.xml", compress_to_fp16=False)
     for suffix in (".xml", ".bin"):
         (folder / "new").with_suffix(suffix).rename(
@@ -182,7 +184,7 @@ def regraphed(folder: Path, how: Callable[[ov.Model], None]) -> None:
         )
 
 
-def edited(folder: Path, name: str, how: Callable[[Any], Any]) -> None:
+def edited(folder: Path, name: str, edit: Callable[[Any], Any]) -> None:
     """A JSON file after a change."""
     content = json.loads((folder / name).read_text())
-    (folder / name).write_text(json.dumps(how(content) or content))
+    (folder / name).write_text(json.dumps(edit(content) or content))

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from pathlib import Path
 
+import gguf
 import numpy as np
 import openvino as ov
 import openvino.opset13 as ops
@@ -25,9 +26,9 @@ from tests.autopsy.conftest import Examine, Sound
 MATRICES = "ssm_in ssm_out attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down"
 
 
-def unharmed(found: Autopsy, exit_code: int = 0) -> None:
-    assert not found.faults, found.faults
-    assert AutopsyResult(found).exit_code == exit_code
+def unharmed(result: Autopsy, exit_code: int = 0) -> None:
+    assert not result.faults, result.faults
+    assert AutopsyResult(result).exit_code == exit_code
 
 
 @pytest.mark.parametrize(
@@ -39,19 +40,19 @@ def unharmed(found: Autopsy, exit_code: int = 0) -> None:
     ],
 )
 def test_sound_files(sound: Sound, examine: Examine, target: str, fmt: str) -> None:
-    found = examine(sound(target, fmt))
-    unharmed(found)
-    assert found.headline.startswith("Nothing is wrong: it loses what")
-    assert [step.letter for step in found.steps if step.letter != "c"] == [*"abdefg"]
-    own = [
+    result = examine(sound(target, fmt))
+    unharmed(result)
+    assert result.headline.startswith("Nothing is wrong: it loses what")
+    assert [step.letter for step in result.steps if step.letter != "c"] == [*"abdefg"]
+    compared = [
         tensor
-        for tensor in found.tensors
+        for tensor in result.tensors
         if not tensor.name.startswith(("kl_lens/", "Const"))
     ]
-    assert all(tensor.error is not None for tensor in own)
-    kls = {step.letter: step.kl.value for step in found.steps if step.kl is not None}
+    assert all(tensor.error is not None for tensor in compared)
+    kls = {step.letter: step.kl.value for step in result.steps if step.kl is not None}
     assert kls["a"] == 0 < kls["b"]
-    assert found.rounding_kl is None or found.rounding_kl.value == pytest.approx(
+    assert result.rounding_kl is None or result.rounding_kl.value == pytest.approx(
         kls["b"], rel=1e-6
     )
     rounding = "c" if target == "gguf" else "b"  # llama.cpp always rounds
@@ -79,9 +80,9 @@ def test_what_the_runtime_adds_is_said_to_be_activations_and_weights_are_blamed_
         "", "", steps=steps, weights=Weights(uncompared=["x.A_log"])
     ).judged()
     assert "Not compared, and perhaps the cause: x.A_log" in headline
-    said = [finding.words for finding in findings]
-    assert "Not compared, because not found in the file: x.A_log" in said
-    assert "It is not the weights" not in str(said)
+    sentences = [finding.words for finding in findings]
+    assert "Not compared, because not found in the file: x.A_log" in sentences
+    assert "It is not the weights" not in str(sentences)
 
 
 # -- IRs of others -----------------------------------------------------------------------------------------------
@@ -109,12 +110,12 @@ def test_a_foreign_ir(copied: Sound, examine: Examine, compressed: bool) -> None
 
         planting.regraphed(folder, nncf.compress_weights)
     (folder / "artifact.json").unlink()
-    found = examine(folder)
-    unharmed(found)
-    assert ("u8" in {tensor.type for tensor in found.tensors}) == compressed
+    result = examine(folder)
+    unharmed(result)
+    assert ("u8" in {tensor.type for tensor in result.tensors}) == compressed
     large = [
         tensor
-        for tensor in found.tensors
+        for tensor in result.tensors
         if "kl_lens/" not in tensor.name and tensor.bytes > 999
     ]
     assert all(tensor.component for tensor in large)
@@ -124,10 +125,10 @@ def test_what_cannot_be_fed_is_not_checked(copied: Sound, examine: Examine) -> N
     folder = copied("openvino")
     planting.regraphed(folder, with_pixels)
     (folder / "artifact.json").unlink()
-    found = examine(folder)
-    unharmed(found, 3)
-    assert "not everything was checked: it was not run" in found.headline
-    assert "'pixel_values'" in found.headline
+    result = examine(folder)
+    unharmed(result, 3)
+    assert "not everything was checked: it was not run" in result.headline
+    assert "'pixel_values'" in result.headline
 
 
 # -- types and activations ---------------------------------------------------------------------------------------
@@ -145,12 +146,12 @@ def test_activations_that_eight_bits_cannot_hold(
     model: LoadedModel, sound: Sound, examine: Examine
 ) -> None:
     """Channels of huge values that the next matrix ignores: exact arithmetic does not notice them."""
-    other = dataclasses.replace(model, model=copy.deepcopy(model.model))
+    clipped = dataclasses.replace(model, model=copy.deepcopy(model.model))
     with torch.no_grad():
-        for block in other.model.model.layers:
+        for block in clipped.model.model.layers:
             block.mamba.D[0] = 1e9
             block.mamba.out_proj.weight[:, :32] = 0.0
-    (fault,) = examine(sound("gguf", "", of=other), other).faults
+    (fault,) = examine(sound("gguf", "", of=clipped), clipped).faults
     assert fault.step == "activations"
     assert "overflow, most of it before all out_proj (Q8_0)" in fault.words
 
@@ -160,11 +161,11 @@ def test_a_rescaled_file_is_sound(copied: Sound, examine: Examine) -> None:
     planting.change(folder, "blk.0.attn_norm.weight", lambda v: v * 2)
     for name in ("ssm_in", "attn_q", "attn_k", "attn_v"):
         planting.change(folder, f"blk.0.{name}.weight", lambda v: v / 2)
-    found = examine(folder)
-    assert not found.faults, found.faults
+    result = examine(folder)
+    assert not result.faults, result.faults
     assert any(
         "make up for each other, as after rescaling" in finding.words
-        for finding in found.findings
+        for finding in result.findings
     )
 
 
@@ -197,17 +198,17 @@ def test_other_weights_everywhere(
 def test_another_architecture_and_a_chat_template_that_was_added(
     model: LoadedModel, sound: Sound, examine: Examine
 ) -> None:
-    (fault,) = (found := examine(sound("gguf"), load("reference:mamba"))).faults
-    assert found.headline.startswith("Another model: check --against.")
+    (fault,) = (result := examine(sound("gguf"), load("reference:mamba"))).faults
+    assert result.headline.startswith("Another model: check --against.")
     assert fault.advice == "give the checkpoint that the file was made from"
     assert "general.architecture is falcon-h1 in the file, mamba in the original" in str(
-        found.findings
+        result.findings
     )
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.chat_template = None
-    found = examine(sound("gguf"), dataclasses.replace(model, tokenizer=tokenizer))
-    assert not found.faults, found.faults
-    assert "The chat template was added: the original has none" in str(found.findings)
+    result = examine(sound("gguf"), dataclasses.replace(model, tokenizer=tokenizer))
+    assert not result.faults, result.faults
+    assert "The chat template was added: the original has none" in str(result.findings)
 
 
 # -- without an original, or without a file ----------------------------------------------------------------------
@@ -221,6 +222,16 @@ def test_a_file_alone(sound: Sound, copied: Sound, examine: Examine) -> None:
     ).view(np.uint8)
     words = "blk.1.ssm_out.weight (Q8_0): 32 of 65,536 values are not finite"
     assert words in examine(damaged, None).headline
+
+
+def test_a_type_that_does_not_fit_a_tensors_rows_is_named(
+    copied: Sound, examine: Examine
+) -> None:
+    folder = copied("gguf")
+    name = "blk.0.ssm_conv1d.weight"
+    planting.retyped(folder, name, gguf.GGMLQuantizationType.Q4_0)
+    with pytest.raises(KLLensError, match=f"{name} has 4 columns, which blocks of 32"):
+        examine(folder)
 
 
 @pytest.mark.parametrize(

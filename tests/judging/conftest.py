@@ -31,10 +31,10 @@ def exported(
     model: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """A fresh copy of the tiny model as files of a target: every matrix in 8 bits."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def make(target: str) -> Path:
-        if target not in made:
+        if target not in folders:
             fmt = {"gguf": "q8_0", "openvino": "int8"}[target]
             formats = {
                 c.name: fmt
@@ -47,9 +47,9 @@ def exported(
                 dataclasses.replace(model, tokenizer=None) if target == "gguf" else model
             )
             export(bare, Plan("eight", formats, "test"), target, folder)
-            made[target] = folder
+            folders[target] = folder
         copy = tmp_path_factory.mktemp("copy") / target
-        shutil.copytree(made[target], copy)
+        shutil.copytree(folders[target], copy)
         return copy
 
     return make

@@ -35,12 +35,12 @@ def test_ours_stays_if_better_than_every_rival_that_is_no_larger() -> None:
         contender("same", 100, 0.015),
         contender("large", 120, 0.001),
     ]
-    found = contest(ours, rivals)
-    assert (found.winner, found.worse) == (
+    outcome = contest(ours, rivals)
+    assert (outcome.winner, outcome.worse) == (
         "ours",
         ("small", "same"),
     )  # the large one proves nothing
-    assert "lower KL than small and same, which are no larger" in found.sentence()
+    assert "lower KL than small and same, which are no larger" in outcome.sentence()
     assert contest(ours, rivals[2:]).sentence() == "all stock recipes are larger"
     assert (
         contest(ours, rivals[2:]).sentence(same="twin") == "our plan is the same as twin"
@@ -53,9 +53,9 @@ def test_the_best_rival_that_is_no_larger_and_not_worse_wins() -> None:
         contender("best", 95, 0.007),
         contender("worse", 80, 0.5),
     ]
-    found = contest(contender("ours", 100, 0.010), rivals)
-    assert found.winner == "best"
-    assert "best is no larger than our plan" in found.sentence()
+    outcome = contest(contender("ours", 100, 0.010), rivals)
+    assert outcome.winner == "best"
+    assert "best is no larger than our plan" in outcome.sentence()
     level = contender(
         "level", 99, 0.0101, noise=0.0001
     )  # higher, but within the error, and that is small
@@ -79,13 +79,16 @@ def test_what_could_be_anything_decides_nothing() -> None:
     """The error hides whether the rival is better or worse, or there is no error at all."""
     unclear = contender("unclear", 90, 0.0101, noise=0.01)
     ours = contender("ours", 100, 0.010)
-    found = contest(ours, [unclear])
-    assert (found.winner, found.unknown) == ("ours", ("unclear",))
-    assert "4 windows are too short a text to tell whether unclear" in found.sentence()
-    one = [
-        Contender.on(each.name, each.bytes, each.windows[:1]) for each in (ours, unclear)
+    outcome = contest(ours, [unclear])
+    assert (outcome.winner, outcome.unknown) == ("ours", ("unclear",))
+    assert "4 windows are too short a text to tell whether unclear" in outcome.sentence()
+    short = [
+        Contender.on(subject.name, subject.bytes, subject.windows[:1])
+        for subject in (ours, unclear)
     ]
-    assert "1 window is too short a text to tell" in contest(one[0], one[1:]).sentence()
+    assert (
+        "1 window is too short a text to tell" in contest(short[0], short[1:]).sentence()
+    )
     broken = Contender.on("broken", 90, np.full(4, np.nan))
     assert contest(ours, [broken]).unknown == ("broken",)
     assert contest(broken, [ours]).winner == "broken"
@@ -94,21 +97,23 @@ def test_what_could_be_anything_decides_nothing() -> None:
 def test_a_rival_beyond_the_limit_cannot_win() -> None:
     rival = contender("rival", 90, 0.0121, noise=0.0001)
     assert contest(contender("ours", 100, 0.012), [rival]).winner == "rival"
-    found = contest(
-        contender("ours", 100, 0.012), [rival], keeps=lambda one: one.kl <= 0.0122
+    outcome = contest(
+        contender("ours", 100, 0.012), [rival], keeps=lambda file: file.kl <= 0.0122
     )
-    assert (found.winner, found.beyond) == ("ours", ("rival",))
-    assert "rival is as good and no larger, but not within the limit" in found.sentence()
+    assert (outcome.winner, outcome.beyond) == ("ours", ("rival",))
+    assert (
+        "rival is as good and no larger, but not within the limit" in outcome.sentence()
+    )
 
 
 def test_paired_difference() -> None:
-    one = Contender.on("one", 1, np.array([1.0, 2.0, 3.0, 4.0]))
+    first = Contender.on("one", 1, np.array([1.0, 2.0, 3.0, 4.0]))
     two = Contender.on("two", 1, np.array([2.0, 2.0, 4.0, 4.0]))
-    difference = difference_of(one, two)
+    difference = difference_of(first, two)
     assert difference.value == -0.5
     assert difference.standard_error == pytest.approx(np.std([-1, 0, -1, 0], ddof=1) / 2)
     test = stats.ttest_1samp([-1, 0, -1, 0], 0).confidence_interval()
-    assert interval(one, two) == pytest.approx((test.low, test.high))
+    assert interval(first, two) == pytest.approx((test.low, test.high))
     short = [Contender.on("short", 1, np.array([kl])) for kl in (1.0, 2.0)]
     assert interval(*short) == (-np.inf, np.inf)
 

@@ -21,7 +21,7 @@ def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Contender:
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "beginnings"),
     [
         (
             [("a", 4.0, 0.02), ("b", 4.05, 0.03)],
@@ -38,7 +38,7 @@ def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Contender:
         ),
         ([("a", 3.0, 0.03), ("b", 4.0, 0.02)], []),
         ([("b", 4.0, 0.02), ("a", 4.0, 0.02)], ["a and b have the same size"]),
-        ([("a", 3.0, 0.02), ("b", 4.0, 0.0201, 0.004)], ["a is smaller than b (3 MB"]),
+        ([("a", 3.0, 0.02), ("b", 4.0, 0.0201, 0.004)], ["a is smaller than b (3.00 MB"]),
         (
             [("a", 4.0, 0.02), ("b", 4.0, 0.03), ("c", 4.0, 0.04)],
             ["a is better than b", "a is better than c"],
@@ -46,11 +46,14 @@ def entrant(name: str, size: float, kl: float, noise: float = 0.0) -> Contender:
     ],
 )
 def test_a_sentence_for_each_file_that_is_beaten_or_level(
-    files: list[tuple], said: list[str]
+    files: list[tuple], beginnings: list[str]
 ) -> None:
-    found = [*verdicts([entrant(*file) for file in files])]
-    assert len(found) == len(said)
-    assert all(one.startswith(two) for one, two in zip(found, said, strict=True))
+    sentences = [*verdicts([entrant(*file) for file in files])]
+    assert len(sentences) == len(beginnings)
+    assert all(
+        sentence.startswith(two)
+        for sentence, two in zip(sentences, beginnings, strict=True)
+    )
 
 
 def test_the_difference_is_paired_by_window() -> None:

@@ -63,11 +63,11 @@ def judged(
     folder: Path,
     text: EvaluationText,
     run_folder: Path,
-    *others: JudgedArtifact,
+    *more_files: JudgedArtifact,
 ) -> Outcome:
     with Run.create(run_folder) as run:
         judge = Evaluator(ScoreJournal(run), text, JudgedModel(model))
-        return judge.judge([JudgedArtifact(folder, SETTINGS)], others)
+        return judge.judge([JudgedArtifact(folder, SETTINGS)], more_files)
 
 
 def plans_of(run: Run) -> dict[str, Plan | KLLensError]:
@@ -141,10 +141,10 @@ def shipped(
 def test_pytorch_agrees_with_a_file_and_stands_in_for_others_of_its_runtime(
     shipped: Path, reference: LoadedModel, reference_text: EvaluationText, tmp_path: Path
 ) -> None:
-    other = JudgedArtifact(
+    copy = JudgedArtifact(
         Path(shutil.copytree(shipped, tmp_path / "other")), SETTINGS, "other"
     )
-    outcome = judged(reference, shipped, reference_text, tmp_path / "run", other)
+    outcome = judged(reference, shipped, reference_text, tmp_path / "run", copy)
     (agreement,) = outcome.agreements
     modelled = shipped.name == "gguf" or rounds_in_groups()
     assert agreement.verdict in (AGREES, AS_DEPLOYED if modelled else IN_FLOAT32)
@@ -158,11 +158,11 @@ def test_pytorch_agrees_with_a_file_and_stands_in_for_others_of_its_runtime(
     file, instead = values
     if modelled:
         assert instead.label == f"torch/other as {shipped.name} deployed"
-        assert instead.file_key == other.subject.key
+        assert instead.file_key == copy.subject.key
     elif agreement.verdict == AGREES:  # on x86 without bfloat16
         assert instead.label == f"torch/other as {shipped.name}"
     else:
-        assert instead == other.subject
+        assert instead == copy.subject
     assert values[instead] == pytest.approx(
         values[file], rel=0.02, abs=1e-4
     )  # what agreement means
@@ -180,10 +180,10 @@ def test_a_file_with_other_weights_is_flagged_and_pytorch_does_not_stand_in(
     with_digests(
         folder
     )  # an exporter with a mistake would record what it wrote: the numbers must tell
-    other = JudgedArtifact(folder, SETTINGS, "other")
-    outcome = judged(reference, folder, reference_text, tmp_path / "run", other)
+    changed = JudgedArtifact(folder, SETTINGS, "other")
+    outcome = judged(reference, folder, reference_text, tmp_path / "run", changed)
     assert [agreement.verdict for agreement in outcome.agreements] == [DISAGREES] * 2
-    assert outcome.judged[1] is other
+    assert outcome.judged[1] is changed
 
 
 @pytest.mark.parametrize(("windows", "length"), [(1, 255), (4, 255), (20, 100)])
@@ -246,14 +246,14 @@ def test_if_pytorch_is_the_side_that_is_wrong_it_is_computed_again_and_said(
     shipped: Path, reference: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel that was right on the short window of the check: the file is not blamed for it."""
-    said: list[str] = []
+    messages: list[str] = []
     model = load("reference:mamba")
-    model.warn = said.append
+    model.warn = messages.append
     assert model.chain.uses_kernels()
     monkeypatch.setattr(swap, "selective_scan", growing(swap.selective_scan, 1.005))
     text = prepare("wikitext2:test", reference.task, window=96, limit=1)
     outcome = judged(model, shipped, text, tmp_path / "run")
-    (line,) = said
+    (line,) = messages
     assert "our kernel for Mamba-1 scan is wrong here" in line
     assert outcome.agreements[0].verdict != DISAGREES
     runtimes = [
@@ -273,7 +273,7 @@ def test_a_longer_text_uses_the_windows_that_are_there_and_no_kinds_leave_no_sco
         journal = ScoreJournal(run)
         Evaluator(journal, text, JudgedModel(model), ()).judge([])
         assert read_scores(run) == []
-        progress = Progress(advanced=lambda _, what: advanced.append(what))
+        progress = Progress(advanced=lambda _, label: advanced.append(label))
         kinds = ("perplexity",)
         Evaluator(journal, longer, JudgedModel(model), kinds, progress).judge([])
         assert len(read_scores(run)) == 1
@@ -284,13 +284,13 @@ def test_identities_change_with_what_makes_the_numbers(
     model: LoadedModel, exported: Callable[[str], Path]
 ) -> None:
     folder = exported("gguf")
-    one = JudgedArtifact(folder)
-    same = JudgedArtifact(next(folder.glob("*.gguf")))
-    assert (one.identity, one.subject) == (same.identity, same.subject)
-    assert JudgedArtifact(folder, SessionSettings(exact=True)).identity != one.identity
+    whole = JudgedArtifact(folder)
+    file = JudgedArtifact(next(folder.glob("*.gguf")))
+    assert (whole.identity, whole.subject) == (file.identity, file.subject)
+    assert JudgedArtifact(folder, SessionSettings(exact=True)).identity != whole.identity
     with_other_scales(folder)
     with_digests(folder, "of another quantizer")
-    assert JudgedArtifact(folder).identity != one.identity
+    assert JudgedArtifact(folder).identity != whole.identity
     selection = given_subjects([folder], SETTINGS, model)
     (reason,) = selection.failures.values()
     assert "backbone.embeddings in q8_0 is not the exported weight" in reason

@@ -71,11 +71,11 @@ def huggingface(model: LoadedModel) -> HFLM:
 
 
 @pytest.fixture
-def ours(model: LoadedModel) -> SessionLM:
+def session_lm(model: LoadedModel) -> SessionLM:
     return SessionLM(TorchSession(model), model.tokenizer, max_length=64)
 
 
-def test_likelihoods_are_lm_evals_own(ours: SessionLM, huggingface: HFLM) -> None:
+def test_likelihoods_are_lm_evals_own(session_lm: SessionLM, huggingface: HFLM) -> None:
     pairs = [
         ("The game was", " in the city"),
         ("The game was ", "in the city"),  # a blank that belongs to what follows
@@ -86,37 +86,37 @@ def test_likelihoods_are_lm_evals_own(ours: SessionLM, huggingface: HFLM) -> Non
     ]
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     theirs = huggingface.loglikelihood(requests, disable_tqdm=True)
-    found = ours.loglikelihood(requests)
+    found = session_lm.loglikelihood(requests)
     assert [total for total, _ in found] == pytest.approx(
         [total for total, _ in theirs], abs=1e-4
     )
     assert [greedy for _, greedy in found] == [greedy for _, greedy in theirs]
 
 
-def test_generation_is_lm_evals_own(ours: SessionLM, huggingface: HFLM) -> None:
+def test_generation_is_lm_evals_own(session_lm: SessionLM, huggingface: HFLM) -> None:
     for stops in ([], [" the"]):
         settings = {"until": stops, "max_gen_toks": 12, "do_sample": False}
         request = [Instance("generate_until", {}, ("In the city", dict(settings)), 0)]
-        assert ours.generate_until(request) == huggingface.generate_until(
+        assert session_lm.generate_until(request) == huggingface.generate_until(
             request, disable_tqdm=True
         )
 
 
 @pytest.mark.parametrize("name", ["arc_easy", "hellaswag", "lambada_openai"])
 def test_local_files_give_lm_evals_results(
-    name: str, ours: SessionLM, huggingface: HFLM, task_data: Path
+    name: str, session_lm: SessionLM, huggingface: HFLM, task_data: Path
 ) -> None:
     (task,) = chosen_tasks(task_data, [name])
-    (mine,), (theirs,) = (
-        run_task(language_model, task) for language_model in (ours, huggingface)
+    (actual,), (expected,) = (
+        run_task(language_model, task) for language_model in (session_lm, huggingface)
     )
-    assert len(mine.metrics["acc"]) == len(
+    assert len(actual.metrics["acc"]) == len(
         next(rows for file, rows in ROWS.items() if file.startswith(name))
     )
-    assert set(mine.metrics) == set(theirs.metrics)
-    for metric, values in mine.metrics.items():
-        assert values == pytest.approx(theirs.metrics[metric], abs=1e-4)
-    assert mine.chance == {"arc_easy": 0.25, "hellaswag": 0.25}.get(name)
+    assert set(actual.metrics) == set(expected.metrics)
+    for metric, values in actual.metrics.items():
+        assert values == pytest.approx(expected.metrics[metric], abs=1e-4)
+    assert actual.chance == {"arc_easy": 0.25, "hellaswag": 0.25}.get(name)
 
 
 def test_an_interrupted_task_goes_on(
@@ -129,11 +129,11 @@ def test_an_interrupted_task_goes_on(
         JudgedModel(model),
         JudgedModel.of_plan(model, Plan("x", dict.fromkeys(names, "int4"), "test")),
     ]
-    asked: list[str] = []
+    requests: list[str] = []
 
     def stop(_: float, what: str) -> None:
-        asked.append(what)
-        if len(asked) == 7:
+        requests.append(what)
+        if len(requests) == 7:
             raise KeyboardInterrupt  # not a signal: with OpenVINO and GenAI loaded, one would end the process
 
     with Run.create(tmp_path / "run") as run:
@@ -185,7 +185,7 @@ def test_a_drop_is_a_loss_in_either_direction_and_last_words_have_a_perplexity()
 
 
 def test_what_is_missing_is_named(
-    task_data: Path, tmp_path: Path, ours: SessionLM
+    task_data: Path, tmp_path: Path, session_lm: SessionLM
 ) -> None:
     with pytest.raises(
         TextError, match=r"has no winogrande_test\.jsonl .* it has arc_easy"
@@ -198,26 +198,28 @@ def test_what_is_missing_is_named(
         TextError, match=r"piqa_validation\.jsonl: its first line is not a JSON"
     ):
         run_task(
-            ours, TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"})
+            session_lm,
+            TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}),
         )
     (tmp_path / "piqa_validation.jsonl").write_text('{"other": 1}\n')
     with pytest.raises(TextError, match="task piqa"):
         run_task(
-            ours, TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"})
+            session_lm,
+            TaskData("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}),
         )
 
 
 @pytest.mark.slow
 def test_a_task_of_the_users_own_and_the_hub_out_of_reach(
-    ours: SessionLM, task_data: Path, monkeypatch: pytest.MonkeyPatch
+    session_lm: SessionLM, task_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow: lm-eval reads its index of all tasks."""
     (task,) = chosen_tasks(task_data, ["my_own"])
-    (examples,) = run_task(ours, task)
+    (examples,) = run_task(session_lm, task)
     assert (examples.chance, len(examples.metrics["acc"])) == (0.5, 1)
     with pytest.raises(TextError, match="lm-eval has no such task"):
-        run_task(ours, TaskData("no_such_task"))
+        run_task(session_lm, TaskData("no_such_task"))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(TextError, match=r"task piqa: .*--task-data DIR"):
-        run_task(ours, TaskData("piqa"))
+        run_task(session_lm, TaskData("piqa"))

@@ -59,9 +59,9 @@ def test_fast_equals_plain(family: str) -> None:
     ):
         for metric in ("kl_teacher_to_student", "kl_student_to_teacher"):
             expected = plain[metric].value
-            found = fast[metric].value
+            actual = fast[metric].value
             assert expected > 0
-            assert found == pytest.approx(expected, rel=1e-4, abs=1e-8), (
+            assert actual == pytest.approx(expected, rel=1e-4, abs=1e-8), (
                 perturbation,
                 metric,
             )
@@ -200,13 +200,15 @@ def test_on_a_cpu_products_are_float32_and_nothing_else_can_be_had(mamba) -> Non
 def test_a_model_that_cannot_be_run_in_parts_is_measured_whole_and_a_line_says_so(
     mamba, monkeypatch
 ) -> None:
-    said: list[str] = []
-    engine = engine_for("fast", mamba, token_ids(2, 12), say=said.append)
-    assert (type(engine), said) == (FastEngine, [])
+    messages: list[str] = []
+    engine = engine_for("fast", mamba, token_ids(2, 12), say=messages.append)
+    assert (type(engine), messages) == (FastEngine, [])
     original = mamba.chain.finish
-    monkeypatch.setattr(mamba.chain, "finish", lambda *given: original(*given) * 1.01)
-    engine = engine_for("fast", mamba, token_ids(2, 13), say=said.append)
+    monkeypatch.setattr(
+        mamba.chain, "finish", lambda *arguments: original(*arguments) * 1.01
+    )
+    engine = engine_for("fast", mamba, token_ids(2, 13), say=messages.append)
     assert type(engine) is PlainEngine
-    (line,) = said
+    (line,) = messages
     assert "off by" in line
     assert "using the plain engine" in line

@@ -61,24 +61,24 @@ def test_metrics_equal_double_precision(
     assert kernels_hold(teacher.device), (
         "a wrong kernel would not be used, and nothing here would show it"
     )
-    ours = compare(TeacherRows.of(teacher, targets), student, kernel=kernel)
+    actual = compare(TeacherRows.of(teacher, targets), student, kernel=kernel)
     expected = _in_double(teacher, student, targets)
     # A single row's tiny divergence rests on differences of float32 logits (rounded at 1e-6); the mean does not.
     for column in (KL_TEACHER_STUDENT, KL_STUDENT_TEACHER):
         np.testing.assert_allclose(
-            ours[:, column], expected[:, column], rtol=2e-3, atol=1e-10
+            actual[:, column], expected[:, column], rtol=2e-3, atol=1e-10
         )
-        assert ours[:, column].mean() == pytest.approx(
+        assert actual[:, column].mean() == pytest.approx(
             expected[:, column].mean(), rel=1e-4
         )
     np.testing.assert_allclose(
-        ours[:, SQUARED_ERROR], expected[:, SQUARED_ERROR], rtol=1e-5
+        actual[:, SQUARED_ERROR], expected[:, SQUARED_ERROR], rtol=1e-5
     )
     np.testing.assert_allclose(
-        ours[:, DELTA_CROSS_ENTROPY], expected[:, DELTA_CROSS_ENTROPY], atol=1e-5
+        actual[:, DELTA_CROSS_ENTROPY], expected[:, DELTA_CROSS_ENTROPY], atol=1e-5
     )
-    assert ours[7, DELTA_CROSS_ENTROPY] == 0.0
-    np.testing.assert_array_equal(ours[:, SAME_TOP], expected[:, SAME_TOP])
+    assert actual[7, DELTA_CROSS_ENTROPY] == 0.0
+    np.testing.assert_array_equal(actual[:, SAME_TOP], expected[:, SAME_TOP])
 
 
 @settings(max_examples=50)
@@ -104,12 +104,12 @@ def test_damage_far_below_float32_resolution_is_still_measured(kernel: bool) -> 
     teacher = torch.randn(2000, 64, generator=generator)
     student = teacher + 1e-4 * torch.randn(2000, 64, generator=generator)
     targets = torch.full((2000,), -1)
-    ours = compare(TeacherRows.of(teacher, targets), student, kernel=kernel)[
+    actual = compare(TeacherRows.of(teacher, targets), student, kernel=kernel)[
         :, KL_TEACHER_STUDENT
     ].mean()
     expected = _in_double(teacher, student, targets)[:, KL_TEACHER_STUDENT].mean()
     assert expected < 1e-8
-    assert ours == pytest.approx(expected, rel=1e-4)
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 def test_impossible_tokens_do_not_make_nan() -> None:

@@ -116,12 +116,12 @@ def test_a_damaged_share_is_refused_by_name_and_the_others_are_joined(
         source.backup(copy)
     damage(damaged)
     run = tmp_path / "run"
-    others = [part for part in parts if part is not parts[2]]
-    joined, refused = merge(run, [broken, *others])
+    sound = [part for part in parts if part is not parts[2]]
+    joined, refused = merge(run, [broken, *sound])
     assert list(refused) == [str(broken)]
     assert str(damaged) in refused[str(broken)]
     assert "\n" not in refused[str(broken)]
-    assert [j.source for j in joined] == others
+    assert [j.source for j in joined] == sound
     assert set(contents(run)["samples"]) < set(contents(whole)["samples"])
     merge(run, [parts[2]])
     assert contents(run) == contents(whole)
@@ -169,20 +169,20 @@ def test_every_piece_is_in_one_share_and_shares_are_even(
         Job(candidates, some_windows(7, 20).ids.numpy()), engine(mamba)
     ).layout
     costs = [float(1 + index % 3) for index in range(len(candidates))]
-    seen: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     work = []
     for index in range(1, count + 1):
         pieces = layout.share(costs, index, count)
-        seen += [
+        pairs += [
             (w, i) for p in pieces for w in p.windows for group in p.groups for i in group
         ]
         work.append(sum(piece.work for piece in pieces))
-    assert sorted(seen) == [(w, i) for w in range(7) for i in range(len(candidates))]
+    assert sorted(pairs) == [(w, i) for w in range(7) for i in range(len(candidates))]
     largest = max(sum(costs[i] for i in group) for group in layout.groups) * layout.batch
     assert max(work) <= sum(costs) * 7 / count * 17 / 16 + largest
     spread = layout.spread(costs, count)
-    taken = [
+    shared = [
         (w, i) for p in spread for w in p.windows for group in p.groups for i in group
     ]
-    assert sorted(taken) == sorted(seen)
+    assert sorted(shared) == sorted(pairs)
     assert sum(piece.noise for piece in spread) == 1

@@ -66,8 +66,8 @@ def test_a_plan_is_measured_once_and_fp16_is_no_part_of_it(
     nothing = meter.measure({names[2]: "fp16"}, {"keys": "fp16"})
     assert nothing.kl.value < 1e-9
     first = meter.measure({names[1]: "int8"})
-    same = meter.measure({names[2]: "fp16", names[1]: "int8"}, {"values": "fp16"})
-    assert same is first
+    again = meter.measure({names[2]: "fp16", names[1]: "int8"}, {"values": "fp16"})
+    assert again is first
     keys = meter.measure({names[1]: "int8"}, {"keys": "int4", "values": "fp16"})
     assert keys.kl.value > 2 * first.kl.value
     caches = meter.measure({}, {"keys": "int4"})

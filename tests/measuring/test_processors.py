@@ -28,10 +28,10 @@ def numbers(folder: Path) -> dict[str, float]:
     )
     with Run.create(folder) as run:
         Sweep(model, run).measure(candidates, some_windows(2, 64))
-        found = run.measurements()
+        measurements = run.measurements()
     return {
         f"{m.component} {m.format}": m.metrics["kl_teacher_to_student"].value
-        for m in found
+        for m in measurements
     }
 
 

@@ -46,28 +46,28 @@ def cluster() -> Iterator[Any]:
 
 def _patiently(start: Callable[[], Any], times: int = 5) -> Any:
     """Ray gives a node half a minute to start, which a busy machine may not keep."""
-    for left in reversed(range(times)):
+    for remaining in reversed(range(times)):
         try:
             return start()
         except Exception as error:
-            if not left or "timed out during startup" not in str(error):
+            if not remaining or "timed out during startup" not in str(error):
                 raise
     return None
 
 
 def actors() -> list[psutil.Process]:
     """The processes of actors that are there, on whichever node."""
-    found = []
+    processes = []
     for process in psutil.process_iter(["cmdline"]):
         if any("ray::Worker" in word for word in process.info["cmdline"] or []):
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> None:
     """Ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
     moments = random.Random(0)
-    said = list[str]()
+    messages = list[str]()
     commits = count(1)
     killed = list[int]()
 
@@ -83,15 +83,15 @@ def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> No
         victim.wait(60)
         killed.append(victim.pid)
 
-    with hired(world.order, 2, cluster.address, say=said.append) as workers:
+    with hired(world.order, 2, cluster.address, say=messages.append) as workers:
         assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
         world.swept(tmp_path, workers, Progress(advanced=kill))
     print(
-        f"killed {len(killed)} workers after {next(commits)} commits; {len(said)} lines: {said}"
+        f"killed {len(killed)} workers after {next(commits)} commits; {len(messages)} lines: {messages}"
     )
     assert len(set(killed)) == KILLS
     assert (
-        sum("a worker died" in line and "starting another" in line for line in said)
+        sum("a worker died" in line and "starting another" in line for line in messages)
         == KILLS
     )
     assert contents(tmp_path) == world.whole

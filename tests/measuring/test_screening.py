@@ -76,12 +76,12 @@ def test_what_was_measured_corrects_its_component_and_its_kind(
         )
         return kl(candidate) * rounded * (2.0 if name == "layers.1.out_proj" else 1.0)
 
-    some = [
+    sample = [
         c
         for c in candidates
         if c.recipe.grid.name in ("q5_k", "q6_k") and c.component.block != 4
     ]
-    predicted = screen.predicted(errors, first, {key_of(c): truth(c) for c in some})
+    predicted = screen.predicted(errors, first, {key_of(c): truth(c) for c in sample})
     assert predicted == pytest.approx({key_of(c): truth(c) for c in candidates})
 
 
@@ -110,11 +110,11 @@ def test_a_sample_corrects_recipes_of_which_nothing_was_measured(
 def test_only_clear_losers_of_no_fewer_bytes_are_left_out(
     candidates: list[Candidate],
 ) -> None:
-    both = [*candidates, Candidate(candidates[0].component, Recipe("q4_k"))]
-    errors = {key_of(c): error(c) for c in both}
-    assert Screen(both).undominated(errors) == candidates
-    near = errors | {key_of(both[-1]): 1.1 * errors[key_of(both[0])]}
-    assert Screen(both).undominated(near) == both
+    menu = [*candidates, Candidate(candidates[0].component, Recipe("q4_k"))]
+    errors = {key_of(c): error(c) for c in menu}
+    assert Screen(menu).undominated(errors) == candidates
+    near = errors | {key_of(menu[-1]): 1.1 * errors[key_of(menu[0])]}
+    assert Screen(menu).undominated(near) == menu
 
 
 def test_in_a_deep_model_some_components_stand_for_others_of_their_kind() -> None:

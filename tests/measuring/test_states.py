@@ -37,11 +37,11 @@ def test_what_blocks_keep_is_what_the_cache_of_transformers_holds(
     family: str, kinds: set[str]
 ) -> None:
     model = loaded(family)
-    found = states_of(model)
-    assert {component.kind for component in found} == kinds
+    states = states_of(model)
+    assert {component.kind for component in states} == kinds
     cache = model.model(token_ids(1, 7), use_cache=True)
     cache = getattr(cache, "past_key_values", None) or cache.cache_params
-    for component in found:
+    for component in states:
         layer = cache.layers[component.block]
         if component.kind == STATE:
             assert layer.recurrent_states[0].numel() == component.parameters
@@ -61,7 +61,7 @@ def test_fast_equals_plain(family: str) -> None:
         engine.prepare(ids)
         windows = engine.measure(perturbations)
         results[name] = [
-            summarise(each)["kl_teacher_to_student"].value for each in windows
+            summarise(readings)["kl_teacher_to_student"].value for readings in windows
         ]
     assert results["fast"] == pytest.approx(results["plain"], rel=2e-3, abs=1e-9)
     assert min(results["plain"]) > 0
@@ -75,7 +75,7 @@ def test_keys_are_rounded_where_attention_reads_them() -> None:
     attention = model.chain.blocks[1].self_attn
     rounded = Candidate(component, Recipe("int4")).perturbation
     with applied(model, {}, [], None, rounded.states):
-        found = model.chain.full_logits(ids)
+        actual = model.chain.full_logits(ids)
 
     def round_values(_module, _args, output):  # type: ignore[no-untyped-def]
         heads = output.unflatten(-1, component.shape).float()
@@ -84,17 +84,22 @@ def test_keys_are_rounded_where_attention_reads_them() -> None:
 
     with attention.v_proj.register_forward_hook(round_values), torch.no_grad():
         expected = model.model(ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(found, model.chain.full_logits(ids), atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(actual, model.chain.full_logits(ids), atol=1e-4)
 
 
 def test_a_sweep_resumes_and_is_shown_by_position(tmp_path: Path) -> None:
     study = Study("reference:hybrid", folder=tmp_path / "run")
-    how = {"states": True, "windows": 2, "window_length": 64, "components": r"\.(0|2)\."}
-    first = study.do(study.settings("measure", formats="int8,q8_0", **how))
+    settings = {
+        "states": True,
+        "windows": 2,
+        "window_length": 64,
+        "components": r"\.(0|2)\.",
+    }
+    first = study.do(study.settings("measure", formats="int8,q8_0", **settings))
     assert {m.format for m in first.measurements} <= {"int8", "q8_0"}
     assert [len(curve.means) for curve in first.curves] == [4] * len(first.measurements)
-    again = study.do(study.settings("measure", formats="int8,q8_0,int4", **how))
+    again = study.do(study.settings("measure", formats="int8,q8_0,int4", **settings))
     assert again.sweep.reused == first.sweep.measured
     assert again.measurements[: len(first.measurements)] == first.measurements
     with Run.open(tmp_path / "run") as run:
@@ -110,12 +115,12 @@ def test_a_sweep_resumes_and_is_shown_by_position(tmp_path: Path) -> None:
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     study = Study("reference:mamba", folder=tmp_path / "run")
-    how = {"states": True, "windows": 1, "window_length": 16}
+    settings = {"states": True, "windows": 1, "window_length": 16}
     with pytest.raises(KLLensError, match="no format 'int7' for state; there are"):
-        study.do(study.settings("measure", formats="int7", **how))
+        study.do(study.settings("measure", formats="int7", **settings))
     with pytest.raises(
         KLLensError, match="no format 'q8_0' for state"
     ):  # it has no attention
-        study.do(study.settings("measure", formats="q8_0", **how))
+        study.do(study.settings("measure", formats="q8_0", **settings))
     with pytest.raises(KLLensError, match="leave out the limit"):
-        study.do(study.settings("measure", max_bytes="3MB", **how))
+        study.do(study.settings("measure", max_bytes="3MB", **settings))

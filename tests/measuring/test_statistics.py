@@ -50,24 +50,24 @@ def test_the_moments_are_those_of_every_linear_layers_inputs(
     model.chain.full_logits(windows.ids)
     assert expected
     for name, moments in expected.items():
-        found = statistics.of(name)
+        stored = statistics.of(name)
         torch.testing.assert_close(
-            found.second_moments,
+            stored.second_moments,
             (moments.sums[0] / moments.tokens[0]).float(),
             rtol=2e-3,
             atol=2e-4,
         )
-        assert found.tokens == tuple(moments.tokens)
+        assert stored.tokens == tuple(moments.tokens)
     for (
         component
     ) in model.anatomy.candidates:  # and every other weight has moments of its shape
-        found = statistics.of(component.name)
-        assert found.second_moments.shape == (
+        stored = statistics.of(component.name)
+        assert stored.second_moments.shape == (
             *component.shape[:-2],
             component.shape[-1],
             component.shape[-1],
         )
-        assert torch.equal(found.second_moments, found.second_moments.mT)
+        assert torch.equal(stored.second_moments, stored.second_moments.mT)
 
 
 def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(
@@ -79,12 +79,12 @@ def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(
     component = next(c for c in model.anatomy.candidates if c.kind == "dt_proj")
     mixer = model.model.get_submodule(component.name.rpartition(".")[0])
     rank = component.shape[-1]
-    seen: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     mixer.x_proj.register_forward_hook(
-        lambda _m, _a, output: seen.append(output[..., :rank])
+        lambda _m, _a, output: outputs.append(output[..., :rank])
     )
     model.chain.full_logits(windows.ids)
-    inputs = seen[0].reshape(-1, rank)
+    inputs = outputs[0].reshape(-1, rank)
     torch.testing.assert_close(
         statistics.of(component.name).second_moments,
         inputs.T @ inputs / len(inputs),
@@ -109,17 +109,20 @@ def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:
     statistics = gather(model, windows, tmp_path)
     first = next(c for c in model.anatomy.candidates if len(c.shape) == 3)
     experts = model.model.get_submodule(first.name.rpartition(".")[0])
-    seen: list[tuple[torch.Tensor, ...]] = []
-    experts.register_forward_pre_hook(lambda _m, args: seen.append(args))
+    calls: list[tuple[torch.Tensor, ...]] = []
+    experts.register_forward_pre_hook(lambda _m, args: calls.append(args))
     model.chain.full_logits(windows.ids)
-    inputs = seen[0][0].reshape(-1, first.shape[-1])
-    chosen = seen[0][1].reshape(windows.tokens, -1)
-    found = statistics.of(first.name)
+    inputs = calls[0][0].reshape(-1, first.shape[-1])
+    chosen = calls[0][1].reshape(windows.tokens, -1)
+    stored = statistics.of(first.name)
     for expert in range(first.shape[0]):
-        own = inputs[(chosen == expert).any(-1)]
-        assert found.tokens[expert] == len(own) > first.shape[-1]
+        tokens = inputs[(chosen == expert).any(-1)]
+        assert stored.tokens[expert] == len(tokens) > first.shape[-1]
         torch.testing.assert_close(
-            found.second_moments[expert], own.T @ own / len(own), rtol=1e-3, atol=1e-4
+            stored.second_moments[expert],
+            tokens.T @ tokens / len(tokens),
+            rtol=1e-3,
+            atol=1e-4,
         )
 
 
@@ -158,11 +161,11 @@ def test_a_killed_gathering_resumes_with_the_same_bits(
 def test_statistics_of_another_model_or_text_are_refused(tmp_path: Path) -> None:
     model = loaded("mamba")
     gather(model, some_windows(3, 20), tmp_path)
-    other = LoadedModel("mamba", Path(), tiny_model("mamba", seed=5), None)
+    stranger = LoadedModel("mamba", Path(), tiny_model("mamba", seed=5), None)
     with pytest.raises(RunError, match="another model"):
-        gather(other, some_windows(3, 20), tmp_path)
+        gather(stranger, some_windows(3, 20), tmp_path)
     with pytest.raises(RunError, match="another model"):
-        StoredStatistics.open(tmp_path, other)
+        StoredStatistics.open(tmp_path, stranger)
     with pytest.raises(RunError, match="another text"):
         gather(model, some_windows(3, 20, seed=2), tmp_path)
     with pytest.raises(UnlearntError, match="kl-lens calibrate"):

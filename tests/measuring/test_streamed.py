@@ -79,13 +79,13 @@ def test_a_model_on_disk_gives_the_numbers_of_one_in_memory(family: str, saved) 
     assert disk.anatomy == memory.anatomy
     candidates = _candidates(memory)
     # Every kind of component (the embedding comes first, an untied head last), a block of two that run stacked.
-    some = [
+    sample = [
         candidates[0],
         *candidates[:: max(1, len(candidates) // 8)],
         *candidates[4:6],
         candidates[-1],
     ]
-    perturbations = [candidate.perturbation for candidate in dict.fromkeys(some)]
+    perturbations = [candidate.perturbation for candidate in dict.fromkeys(sample)]
     assert _measured(disk, perturbations, 10**9) == _measured(
         memory, perturbations, 10**9
     )
@@ -98,21 +98,23 @@ def test_little_memory_makes_slabs_and_waves_not_other_numbers(
     folder = saved("zamba2")
     memory = load(folder)
     disk = _on_disk(folder)
-    some = [candidate.perturbation for candidate in _candidates(memory)[::7]]
-    expected = _measured(memory, some, 10**9)
+    sample = [candidate.perturbation for candidate in _candidates(memory)[::7]]
+    expected = _measured(memory, sample, 10**9)
     waves: list[int] = []
     through = StreamedEngine._through
     monkeypatch.setattr(
         StreamedEngine,
         "_through",
-        lambda self, wave, *rest: waves.append(len(wave)) or through(self, wave, *rest),
+        lambda self, wave, *arguments: (
+            waves.append(len(wave)) or through(self, wave, *arguments)
+        ),
     )
     # A third of what the weights leave is for states: twelve of two windows, four of them the teacher's.
     assert disk.residency is not None
     width = disk.chain.state_size // len(disk.chain)
     weights = BLOCKS_AT_ONCE * disk.residency.block_bytes + disk.residency.resident_bytes
     budget = 3 * 12 * 2 * 20 * width * 4 + weights + 9
-    assert _measured(disk, some, budget) == expected
+    assert _measured(disk, sample, budget) == expected
     assert len(waves) == 3, "two slabs, the first of two waves"
 
 
@@ -120,19 +122,19 @@ def test_as_deployed_and_whole_plans_are_the_same_too(saved) -> None:
     folder = saved("zamba2")
     memory = load(folder)
     disk = _on_disk(folder)
-    some = [
+    sample = [
         c.perturbation for c in find_candidates(memory.anatomy, [Recipe("q8_0")])[0][::7]
     ]
-    assert _measured(disk, some, 10**9, target="gguf") == _measured(
-        memory, some, 10**9, target="gguf"
+    assert _measured(disk, sample, 10**9, target="gguf") == _measured(
+        memory, sample, 10**9, target="gguf"
     )
     plan = {c.name: "int4" for c in memory.anatomy.candidates}
     windows = some_windows(3, 20)
-    found, expected = (
+    actual, expected = (
         PlanMeter(model, windows).measure(plan) for model in (disk, memory)
     )
-    assert found.windows.tolist() == expected.windows.tolist()
-    assert found.perplexity == expected.perplexity
+    assert actual.windows.tolist() == expected.windows.tolist()
+    assert actual.perplexity == expected.perplexity
 
 
 @pytest.mark.parametrize(
@@ -144,12 +146,12 @@ def test_statistics_and_what_methods_make_of_them_are_the_same(
     folder = saved(family)
     digests = []
     for model in (load(folder), _on_disk(folder)):
-        place = tmp_path / str(model.residency is None)
-        statistics = gather(model, some_windows(3, 20), place)
+        folder = tmp_path / str(model.residency is None)
+        statistics = gather(model, some_windows(3, 20), folder)
         model.weights.learn_from(statistics)
         recipes = {c.name: Recipe("int4", "gptq") for c in model.anatomy.candidates}
         files = {
-            path.name: path.read_bytes() for path in (place / "statistics").iterdir()
+            path.name: path.read_bytes() for path in (folder / "statistics").iterdir()
         }
         digests.append((model.weights.digests(recipes), files))
     assert digests[0] == digests[1]
@@ -184,8 +186,8 @@ def test_a_file_that_is_cut_short_is_named_and_the_sweep_goes_on_where_it_stoppe
         )
     file.write_bytes(content)
     with Run.create(tmp_path / "parts") as run:
-        kept = sum(map(len, run.measured_windows(CALIBRATION).values()))
-        assert 0 < kept < len(candidates) * len(windows), "a wave was committed"
+        stored = sum(map(len, run.measured_windows(CALIBRATION).values()))
+        assert 0 < stored < len(candidates) * len(windows), "a wave was committed"
         Sweep(_on_disk(folder), run, memory_budget=budget).measure(candidates, windows)
         assert _table(run) == whole
 

@@ -104,13 +104,13 @@ def test_more_windows_and_more_formats_add_to_the_run(mamba, tmp_path) -> None:
             _candidates(mamba, ["int4"]), some_windows(10, 20)
         )
         assert (more.measured, more.reused) == (8 * 6, 8 * 4)
-        seen: list[float] = []
-        progress = Progress(started=lambda total, done: seen.append(done / total))
-        both = Sweep(mamba, run, progress=progress).measure(
+        shares: list[float] = []
+        progress = Progress(started=lambda total, done: shares.append(done / total))
+        extended = Sweep(mamba, run, progress=progress).measure(
             _candidates(mamba), some_windows(10, 20)
         )
-        assert seen == [pytest.approx(0.5)], "it starts where the earlier sweep stopped"
-        assert (both.measured, both.reused) == (8 * 10, 8 * 10)
+        assert shares == [pytest.approx(0.5)], "it starts where the earlier sweep stopped"
+        assert (extended.measured, extended.reused) == (8 * 10, 8 * 10)
         grown = _table(run)
     with Run.create(tmp_path / "at once") as run:
         Sweep(mamba, run).measure(_candidates(mamba), some_windows(10, 20))

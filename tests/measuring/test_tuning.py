@@ -27,9 +27,11 @@ def _in_folder(family: str, folder: Path) -> LoadedModel:
     return loaded(family).with_store(folder=folder / "weights")
 
 
-def _spelled(plan: dict[str, Recipe], made: dict, tag: str = "0a") -> dict[str, Recipe]:  # type: ignore[type-arg]
+def _spelled(
+    plan: dict[str, Recipe], tuned_names: dict, tag: str = "0a"
+) -> dict[str, Recipe]:  # type: ignore[type-arg]
     return {
-        n: Recipe(r.grid.name, f"tuned-{tag}") if n in made else r
+        n: Recipe(r.grid.name, f"tuned-{tag}") if n in tuned_names else r
         for n, r in plan.items()
     }
 
@@ -54,13 +56,15 @@ def test_the_kl_falls_and_codes_and_model_stay(
         c.name: fitting_recipe(Recipe(recipe), c.shape)[0]
         for c in model.anatomy.candidates
     }
-    done: list[int] = []
-    made = tuned(model, plan, windows.ids, RATES, lambda step, steps: done.append(step))
-    assert done == list(range(1, 13))
+    steps_done: list[int] = []
+    tensors = tuned(
+        model, plan, windows.ids, RATES, lambda step, steps: steps_done.append(step)
+    )
+    assert steps_done == list(range(1, 13))
     assert all(torch.equal(p, before[name]) for name, p in model.model.named_parameters())
     assert not any(p.requires_grad for p in model.model.parameters())
-    recipes = _spelled(plan, made)
-    for name, quantized in made.items():
+    recipes = _spelled(plan, tensors)
+    for name, quantized in tensors.items():
         grid = plan[name].grid
         plain = model.weights.quantized(name, plan[name])
         assert (

@@ -99,7 +99,7 @@ def processes(of: psutil.Process | None = None) -> list[psutil.Process]:
 def test_a_worker_that_is_killed_costs_one_piece_and_a_resumed_sweep_does_the_rest(
     world: World, tmp_path
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     killed: list[int] = []
 
     def kill(work: float, what: str) -> None:
@@ -108,14 +108,14 @@ def test_a_worker_that_is_killed_costs_one_piece_and_a_resumed_sweep_does_the_re
             killed.append(victim.pid)
             victim.kill()
 
-    with hired(world.order, 2, say=said.append) as workers:
+    with hired(world.order, 2, say=messages.append) as workers:
         assert world.swept(tmp_path, workers, Progress(advanced=kill)).measured == len(
             world.whole["samples"]
         )
         assert contents(tmp_path) == world.whole
         assert [
             line
-            for line in said
+            for line in messages
             if "a worker died" in line and "starting another" in line
         ]
         with Run.open(tmp_path) as run:
@@ -186,9 +186,9 @@ def inside(
     def workers(
         dies: Callable[[int, Any], bool] = lambda *_: False, order: Order = small.order
     ) -> tuple[Workers, list[str]]:
-        said: list[str] = []
+        messages: list[str] = []
         monkeypatch.setattr(Inside, "made", 0)
-        return Workers(lambda: Inside(small, order, dies), 2, said.append), said  # type: ignore[arg-type,return-value]
+        return Workers(lambda: Inside(small, order, dies), 2, messages.append), messages  # type: ignore[arg-type,return-value]
 
     return workers
 
@@ -197,22 +197,22 @@ def test_pieces_of_workers_that_die_are_done_again(
     small: World, inside, tmp_path
 ) -> None:
     deaths = random.Random(5)
-    workers, said = inside(
+    workers, messages = inside(
         lambda number, piece: piece is not None and number <= 8 and deaths.random() < 0.3
     )
     small.swept(tmp_path, workers)
     assert Inside.made > 4
-    assert len(said) == Inside.made - 2
+    assert len(messages) == Inside.made - 2
     assert contents(tmp_path) == small.whole
 
 
 def test_what_no_worker_can_do_is_done_by_this_process(
     small: World, inside, tmp_path
 ) -> None:
-    workers, said = inside(lambda number, piece: piece is not None)
+    workers, messages = inside(lambda number, piece: piece is not None)
     small.swept(tmp_path, workers)
     assert Inside.made == 2 + 3
-    assert "a worker died: out of memory; going on without it" in said
+    assert "a worker died: out of memory; going on without it" in messages
     assert contents(tmp_path) == small.whole
 
 
@@ -247,13 +247,13 @@ def test_a_process_that_computes_differently_does_not_do_it(
 def test_workers_that_cannot_open_the_model_end_the_command_with_one_line(
     small: World, inside, tmp_path, change, message
 ) -> None:
-    workers, said = inside(order=replace(small.order, **change))
+    workers, messages = inside(order=replace(small.order, **change))
     with pytest.raises(
         KLLensError, match=f"no worker could start: worker .*{message}"
     ) as raised:
         small.swept(tmp_path, workers)
     assert "\n" not in str(raised.value)
-    assert len(said) == 5
+    assert len(messages) == 5
 
 
 @pytest.mark.parametrize(
