@@ -195,7 +195,7 @@ TEXTS: dict[str, tuple[str, bytes]] = {
     "single quotes": ("a.jsonl", ROW.replace(b'"', b"'")),
     "no quotes": ("a.jsonl", b"{text: 1}"),
     "a table": ("a.jsonl", b"id,text\n1,The city.\n"),
-    "chat rows": ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}'),
+    "a chat without words": ("a.jsonl", b'{"messages": [{"role": "user"}]}'),
     "a list of texts": ("a.jsonl", b'{"text": ["a", "b"]}'),
     "no text": ("a.jsonl", b'{"text": null}'),
     "Text": ("a.jsonl", ROW.replace(b"text", b"Text")),

@@ -14,6 +14,7 @@ from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.measuring.sweep import Sweep, windows_by_cost
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION, Run
+from kl_lens.run.readings import KL
 from kl_lens.run.records import SensitivityTable
 from kl_lens.weights.recipes import Recipe
 from tests.measuring.conftest import loaded, some_windows, table as _table
@@ -197,9 +198,7 @@ def test_plans_minimise_another_objective(
     whole = sum(2 * c.parameters for c in table.components)
     gains = []
     for share in (0.32, 0.36, 0.42):
-        plans = [
-            best(table, max_bytes=share * whole, metric=m).plan for m in (None, RANK)
-        ]
+        plans = [best(table, max_bytes=share * whole, metric=m).plan for m in (KL, RANK)]
         by_kl, by_rank = (
             planning.Predictor(table, RANK).total(plan.assignment) for plan in plans
         )

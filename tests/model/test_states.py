@@ -8,15 +8,8 @@ import torch
 from kl_lens.base.errors import FormatError
 from kl_lens.model import Chain
 from kl_lens.model.kernels.rounded_scan import rounded_scan
-from kl_lens.model.states import (
-    GGML,
-    KEYS,
-    STATE,
-    VALUES,
-    StateFormat,
-    keeping,
-    running_format,
-)
+from kl_lens.model.states import GGML, StateFormat, keeping, running_format
+from kl_lens.run.records import KEYS, STATE, VALUES
 from kl_lens.weights.formats import get_format
 from tests.families import tiny_model, token_ids
 

@@ -119,12 +119,12 @@ ALLOCATED = 300 << 20
 # Allocates, lets go, and only then asks: it is the peak that counts.
 PROGRAM = f"""
 import numpy as np, psutil
-from kl_lens.profiling.memory import resident
-base = resident("VmRSS")
+from kl_lens.base.system import peak_memory, resident_memory
+base = resident_memory()
 block = np.ones({ALLOCATED}, np.uint8)
 alive = psutil.Process().memory_info().rss
 del block
-print(base, resident("VmHWM"), alive)
+print(base, peak_memory(), alive)
 """
 
 

@@ -255,8 +255,11 @@ def load(
     identity = pinned_name(folder) if _is_on_hub(source) else str(source)
     compute_dtype = _dtype(dtype)
     images = images or own_images(source)
+    name = place.stem if foreign else place.name
+    if not is_local:
+        name = identity.partition("@")[0]
     checkpoint = _Checkpoint(
-        name=place.name if is_local else identity.partition("@")[0],
+        name=name,
         folder=folder,
         config=config,
         classifier=ImageTask.of(folder, config, images)

@@ -186,7 +186,7 @@ def test_openvino_computes_with_our_values(name: str, tmp_path: Path) -> None:
     fmt = get_format(name)
     w = torch.from_numpy(awkward_matrices(seed=5)[2 * 3])
     stored = fmt.quantize(w)
-    weight, _, _ = integer_constant(stored, fmt, "w")
+    weight = integer_constant(stored, fmt, "w")[0]
     x = op.parameter([-1, w.shape[-1]], np.float32)
     ids = op.parameter([-1], np.int64)
     ends = [
