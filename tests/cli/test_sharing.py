@@ -69,11 +69,13 @@ def test_readings_arrive_and_plans_are_the_same(
 
 
 def test_no_path_and_no_word_of_the_text_is_in_the_file(
-    measured: Path, tmp_path: Path
+    measured: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
     path = shared_from(measured, tmp_path / "a.kltable")
     content = lzma.decompress(path.read_bytes())
     assert str(tmp_path).encode() not in content
+    assert str(tiny_folder).encode() not in content
+    assert b"text.txt" in content
     assert path.stat().st_size < (measured / "run.sqlite").stat().st_size
     (tmp_path / "b").mkdir()
     (tmp_path / "b/run.sqlite").write_bytes(content)

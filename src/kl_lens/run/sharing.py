@@ -6,11 +6,12 @@ every reading. The KL of single tokens is kept to three digits; sums are kept as
 
 from __future__ import annotations
 
+import json
 import lzma
 import sqlite3
 import tempfile
 from contextlib import closing
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 
@@ -42,7 +43,7 @@ DELETE FROM effort WHERE role <> '{CALIBRATION}' AND role NOT GLOB '{CALIBRATION
 
 
 def write_shared(run: Run, path: Path) -> Path:
-    """Writes the file. No path and no word of a text gets into it; the names of documents do."""
+    """Writes the file. No path and no word of a text gets into it; the name of its file does."""
     if not run.measured_windows(run.measured_role()):
         raise RunError(
             f"{run.folder} has no sensitivities; measure some with: kl-lens measure MODEL --run {run.folder}"
@@ -52,12 +53,27 @@ def write_shared(run: Run, path: Path) -> Path:
         run.journal.rows("VACUUM INTO ?", str(slim))
         with closing(sqlite3.connect(slim)) as database:
             database.create_function("shorter", 1, _shorter, deterministic=True)
+            database.create_function("without_paths", 1, _without_paths)
             database.executescript(_FORGOTTEN)
+            database.execute("UPDATE texts SET identity = without_paths(identity)")
+            database.execute(
+                "UPDATE records SET value = without_paths(value) WHERE kind = 'text'"
+            )
             database.execute("UPDATE samples SET token_kl = shorter(token_kl)")
             database.commit()
             database.execute("VACUUM")
         draft.write_bytes(lzma.compress(slim.read_bytes()))
     return path
+
+
+def _without_paths(about: str) -> str:
+    """A text's description with the name of its file alone; what else names the file, as its documents do, is left
+    out."""
+    stored = json.loads(about)
+    source = stored["source"]
+    name = PurePath(source).name
+    harmless = {key: value for key, value in stored.items() if source not in str(value)}
+    return json.dumps({**harmless, "source": name} if name != source else stored)
 
 
 def _shorter(values: bytes) -> bytes:
