@@ -59,7 +59,7 @@ def compressed(
     samples: Sequence[Any],
     *,
     ratio: float = 1.0,
-    **options: Any,
+    **further: Any,
 ) -> Any:
     """The graph with its inner products on a grid, embedding and head at symmetric 8 bits: NNCF's own default.
 
@@ -69,7 +69,7 @@ def compressed(
 
     nncf.set_log_level(logging.ERROR)
     fmt = get_format(grid)
-    options = NNCF_METHODS[method]
+    options: dict[str, Any] = dict(NNCF_METHODS[method])
     graph = read_graph(graph_file)
     _untransposed(graph)
     if any(options.values()):
@@ -88,7 +88,7 @@ def compressed(
                 group_size_fallback_mode=fallback
             ),
             **options,
-            **options,
+            **further,
         )
 
 
