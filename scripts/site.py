@@ -170,7 +170,7 @@ def _written(action: argparse.Action) -> str:
 
 
 def _values(action: argparse.Action) -> str:
-    """What follows a flag, or stands alone: `N`, `[TEXT]`, `RUN …`, `use|benchmark_app|both`."""
+    """What follows a flag, or stands alone: `N`, `[TEXT]`, `RUN …`, `bytes|kl|seconds`."""
     if action.nargs == 0:
         return ""
     choices = (

@@ -1,6 +1,5 @@
-"""`kl-lens benchmark` as a user goes about it: a tiny model, its artifacts, both protocols, a plan by speed."""
+"""`kl-lens benchmark` as a user goes about it: a tiny model, its artifacts, a plan by speed."""
 
-import csv
 import json
 import shutil
 from dataclasses import replace
@@ -85,7 +84,7 @@ def profiles(folder: Path) -> dict[str, Profile]:
 
 @pytest.fixture(scope="module")
 def used(run_folder: Path) -> Path:
-    """The run after the `use` protocol for OpenVINO."""
+    """The run after a benchmark of its OpenVINO files."""
     arguments = ["benchmark", "--run", str(run_folder), *SHORT, "--targets", "openvino"]
     assert main(arguments) == 0
     return run_folder
@@ -181,36 +180,6 @@ def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> No
     assert main([*plan, "--min-speed", f"{2 * fastest:.6g}"]) == 2
     assert (
         f"--min-speed {2 * fastest:.4g} tokens/s cannot be met" in capsys.readouterr().err
-    )
-
-
-def test_the_published_protocol(run_folder: Path, capsys) -> None:
-    arguments = [
-        "benchmark",
-        "--run",
-        str(run_folder),
-        "--protocol",
-        "benchmark_app",
-        "--quick",
-    ]
-    assert main([*arguments, "--plan", "small", "--threads", "1"]) == 0
-    assert "--quick" in capsys.readouterr().out
-    profile = profiles(run_folder)["openvino/small|benchmark_app|CPU"]
-    assert profile.settings["quick"]
-    assert (
-        profile.settings["data_shape"] == "input_ids[1,1],attention_mask[1,1],beam_idx[1]"
-    )
-    assert profile.settings["reached_iterations"] >= 50
-    assert profile.settings["reached_seconds"] >= 3
-    assert profile.threads == 1
-    (log,) = (run_folder / "log/benchmark_log").glob("*.log")
-    assert "-hint latency -t 3 -niter 50 --inference_only TRUE" in log.read_text()
-    (report,) = run_folder.glob("latency_throughput_CPU_*_report.csv")
-    with report.open() as file:
-        (row,) = csv.DictReader(file)
-    assert row["model"] == "small"
-    assert float(row["latency_median_ms"]) == pytest.approx(
-        profile.timings["latency_ms"].median, rel=1e-4
     )
 
 

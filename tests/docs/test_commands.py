@@ -48,8 +48,6 @@ SHORTER_PYTHON = {
 }
 # What has to change with it, where a page names it: limits of time depend on the machine.
 INSTEAD = {"--stride": "32", "--min-speed": "0.001", "--task-limit": "2"}
-# benchmark_app takes a minute for each file otherwise.
-ADDED = {"--protocol": ["--quick"]}
 # Exercised in tests/cli and tests/autopsy; here their words are only understood.
 PARSED_ONLY = ("run", "doctor", "autopsy")
 
@@ -77,11 +75,7 @@ def shortened(words: Sequence[str]) -> list[str]:
         if flag in shorter:
             shorter[shorter.index(flag) + 1] = value
     added = [word for pair in SHORTER.get(verb, {}).items() for word in pair]
-    return (
-        shorter
-        + added
-        + [word for flag, words in ADDED.items() if flag in shorter for word in words]
-    )
+    return shorter + added
 
 
 def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

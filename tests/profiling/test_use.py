@@ -10,7 +10,7 @@ import pytest
 
 from kl_lens.base.errors import TargetError
 from kl_lens.profiling import in_use
-from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings
+from kl_lens.profiling.benchmark import Report, Timed, UseSettings
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets import describe_target
@@ -111,10 +111,9 @@ def timed(
     subjects: Sequence[Timed], stored: list[Profile], **settings: Any
 ) -> tuple[dict[str, Profile], Report]:
     """The profiles by label; `stored` gets what was stored after each round."""
-    benchmark = Benchmark(replace(SETTINGS, **settings), ())
-    report = Report(1e9)
+    benchmark = in_use.InUse(replace(SETTINGS, **settings))
     benchmark.store = lambda profile, partial: stored.append(profile)  # type: ignore[method-assign]
-    in_use.InUse().measure(subjects, benchmark, report)
+    report = benchmark.time(subjects, Report(1e9))
     return {profile.subject.label: profile for profile in report.profiles}, report
 
 

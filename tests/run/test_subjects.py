@@ -65,7 +65,7 @@ def test_an_artifact_that_was_exported_again_takes_its_results_with_it(
 
         assert kinds() == {"score", "profile", "generation", "agreement"}
         for change in (
-            {"settings": {"device_profile": "gpu"}},
+            {"settings": {"static_tokens": 4}},
             {"tensors": [t | {"digest": "of other bytes"} for t in record["tensors"]]},
             {"model_fingerprint": "of another model"},
         ):

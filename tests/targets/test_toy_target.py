@@ -153,15 +153,7 @@ def test_it_is_judged_beside_pytorch_timed_against_its_own_fp16_and_reported(
     assert f"small, {get_target(NAME).title}" in (finished / "report.html").read_text()
 
 
-def test_what_it_does_not_have_is_said(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = (
-        f"benchmark --targets {NAME} --plan small --protocol benchmark_app --threads 1"
-    )
-    assert main([*command.split(), "--run", str(finished)]) == 0
-    output = capsys.readouterr()
-    assert "Toy has no benchmark_app" in output.out
+def test_what_it_does_not_have_is_said() -> None:
     with pytest.raises(
         UnsupportedError, match="does not model what Toy does to activations"
     ):

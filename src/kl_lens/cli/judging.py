@@ -268,47 +268,35 @@ def json_benchmark(result: BenchmarkResult) -> dict[str, Any]:
     report = result.report
     profiles = []
     for p in report.profiles:
-        names = p.ratios.keys() | {
-            "tokens_per_second" if p.protocol == "use" else "latency_ms"
-        }
+        names = p.ratios.keys() | {"tokens_per_second"}
         ratios = {name: ratio_of(p, name).to_json() for name in sorted(names)}
         profiles.append(p.to_json() | {"subject": p.subject.label, "ratios": ratios})
     return {
         "profiles": profiles,
         "failures": report.failures,
         "notes": report.notes,
-        "csv": report.csv,
     }
 
 
 def show_benchmark(result: BenchmarkResult) -> Shown:
     report = result.report
-    used = [p for p in report.profiles if p.protocol == "use"]
-    timed = [p for p in report.profiles if p.protocol == "benchmark_app"]
+    used = report.profiles
     if used:
         title = "Speed and memory: median (quartiles; for × FP16 the 95 % interval)"
         yield table(title, use_rows(used))
-    if timed:
-        yield table("benchmark_app, the published protocol", [_app_row(p) for p in timed])
     yield f"This machine reads {report.bandwidth / 1e9:.1f} GB/s from memory with all threads: that is the limit."
-    if any(p.bound.get("share", 0) > 1 for p in report.profiles):
+    if any(p.bound.get("share", 0) > 1 for p in used):
         yield "A share above 1: the file fits into the processor's caches and is not read from memory."
     bases = sorted(
-        {
-            p.settings["ratios_to"]
-            for p in report.profiles
-            if not p.settings["ratios_to_fp16"]
-        }
+        {p.settings["ratios_to"] for p in used if not p.settings["ratios_to_fp16"]}
     )
     if bases:
         yield f"* no FP16 file was there: ratios are to {', '.join(bases)}."
     if used:
         yield from _circumstances(used[0])
     yield from (*unmeasurable(used), *libraries(used))
-    if any(p.settings["quick"] for p in report.profiles):
+    if any(p.settings["quick"] for p in used):
         yield "--quick: too short to publish; the records say so."
-    if report.csv is not None:
-        yield f"Written: {report.csv}; logs in {report.csv.parent / 'log/benchmark_log'}."
     yield from report.notes
 
 
@@ -339,24 +327,6 @@ def use_rows(profiles: Sequence[Profile]) -> list[Row]:
             }
         )
     return rows
-
-
-def _app_row(p: Profile) -> Row:
-    return {
-        "file": subject_title(p.subject),
-        "one inference": p.settings["signature"],
-        "size": human_bytes(p.file_bytes),
-        "median ms": f"{p.timings['latency_ms'].median:.2f}",
-        **{
-            f"{name} ms": f"{p.settings[f'{name}_ms']:.2f}"
-            for name in ("average", "min", "max")
-        },
-        "inferences/s": f"{p.timings['throughput_fps'].median:.1f}",
-        "× FP16": _ratio(p, "latency_ms"),
-        "iterations": f"{p.settings['reached_iterations']}",
-        "seconds": f"{p.settings['reached_seconds']:.1f}",
-        "share of limit": f"{p.bound['share']:.2f}" if p.bound else "–",
-    }
 
 
 def _ratio(profile: Profile, name: str) -> str:

@@ -83,7 +83,7 @@ USUAL = {
     "measure": "--run --target --formats --text --windows --components --states --device --workers --shard",
     "paper": "--run --evaluation-text --evaluation-windows --other-text --model --device",
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
-    "export": "--run --plan --format --out --weights --device-profile --static-tokens --device",
+    "export": "--run --plan --format --out --weights --static-tokens --device",
     "evaluate": "--run --plan --targets --perplexity --divergence --window --limit --tasks --max-drop --threads",
     "autopsy": "--against --run --text --windows --window-length --threads",
     "benchmark": "--run --plan --targets --threads --gpu-layers --load --prompt-lengths --repeats --quick",

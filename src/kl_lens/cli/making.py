@@ -435,7 +435,8 @@ def show_export(result: ExportResult) -> Shown:
     ]
     command, why = _next(result.files[0])
     yield from (f"Note: {note}." for note in dict.fromkeys([*notes, *why]))
-    yield f"Next: kl-lens {command}"
+    if command:
+        yield f"Next: kl-lens {command}"
 
 
 def json_export(result: ExportResult) -> list[dict[str, Any]]:
@@ -449,7 +450,7 @@ def _next(file: ExportedFile) -> tuple[str, list[str]]:
     if "task" in settings:
         return f"evaluate {path} --images FOLDER", []
     if settings.get("static_tokens"):
-        return f"benchmark {path} --protocol benchmark_app", []
+        return "", ["made for programs that time it, such as benchmark_app"]
     if not file.has_tokenizer:
         return f"benchmark {path}", [
             "it holds no tokenizer; generate takes one with --tokenizer"

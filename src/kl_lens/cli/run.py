@@ -168,7 +168,7 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
         yield f"* in PyTorch, as deployed. To judge every file in its runtime: {again}"
     yield f"Done in {clock_time(result.seconds)}."
     yield from _protocol(view, result)
-    yield from unmeasurable([p for p in view.profiles if p.protocol == "use"])
+    yield from unmeasurable(view.profiles)
     if result.failed:
         yield f"Failed, see the log: {', '.join(dict.fromkeys(result.failed))}."
     if (result.folder / "report.html").is_file():
@@ -230,9 +230,7 @@ def row_of(view: RunView, name: str, target: str) -> Row:
         judged = Judged()
     kl = judged.kl
     perplexity = judged.perplexity
-    timed = [
-        p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"
-    ]
+    timed = [p for p in view.profiles if p.subject.key == subject.key]
     ratio = speed_ratio(timed[-1]) if timed else None
     return {
         "for": runtime_title(target),

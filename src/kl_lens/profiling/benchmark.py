@@ -1,15 +1,14 @@
-"""`kl-lens benchmark` without the printing: what is timed, how, and where the results go."""
+"""`kl-lens benchmark` without the printing: what is timed, and the results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from kl_lens.base.errors import KLLensError, TargetError, last_line
 from kl_lens.profiling.machine import read_bandwidth
-from kl_lens.run.folder import ALL_PLANS, Run, named_plans, provenance
+from kl_lens.run.folder import ALL_PLANS, Run, named_plans
 from kl_lens.run.records import Artifact, Profile, Subject
 from kl_lens.run.subjects import artifact_subject
 from kl_lens.targets import (
@@ -54,101 +53,62 @@ class Timed:
         return self.subject.label
 
     @property
-    def signature(self) -> str:
-        """What one call computes; only equal ones are compared. Empty for a file that generates text."""
-        settings = {} if self.artifact is None else self.artifact.settings
-        tokens = settings.get("static_tokens")
-        head = "" if settings.get("with_head", True) else ", no head"
-        return f"{tokens or 'any'} tokens{head}" if tokens or head else ""
+    def generates(self) -> bool:
+        """Whether it writes text: not with a static shape, or without a head."""
+        return self.artifact is None or not self.artifact.settings.get("static_tokens")
 
 
 @dataclass
 class Report:
     """The results of one benchmark."""
 
-    bandwidth: float  # bytes per second that this machine reads from memory
+    bandwidth: float = 0.0  # bytes per second that this machine reads from memory
     profiles: list[Profile] = field(default_factory=list)
     # Artifact → why it could not be benchmarked.
     failures: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    csv: Path | None = None
 
-    def failed(self, subject: Timed, error: Exception, during: str = "") -> None:
+    def failed(self, subject: Timed, error: Exception, during: str) -> None:
         """The last line of an error, with the artifact's path in it."""
         reason = last_line(error)
         if str(subject.path) not in reason:
             reason = f"{subject.path}: {reason}"
-        self.failures[subject.name] = reason + (f" (while {during})" if during else "")
+        self.failures[subject.name] = f"{reason} (while {during})"
 
 
-class Timing(Protocol):
-    """One way to time artifacts."""
-
-    def measure(
-        self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report
-    ) -> None:
-        """Adds profiles, failures and notes to the report, passes each profile to the benchmark's `store`, and says to
-        `started` how many times it will call `advanced`."""
-
-
-@dataclass
-class Benchmark:
-    """What to measure, and where the results go."""
-
-    settings: UseSettings
-    timings: Sequence[Timing]
-    run: Run | None = None  # stores the profiles; None: not stored
-    started: Callable[[int], None] = lambda total: None
-    advanced: Callable[[str], None] = lambda step: None
-
-    def measure(self, paths: Sequence[Path]) -> Report:
-        """Benchmarks artifacts; those that fail are listed in the report. Raises TargetError if all fail."""
-        exports = exported_places(self.run).items() if self.run else ()
-        order = list(TARGETS)
-        exported = {folder.resolve(): key for key, folder in exports}
-        usable = list[Timed]()
-        failures = dict[str, str]()
-        notes = list[str]()
-        for path in paths:
-            try:
-                subject = read_timed(path, exported)
-            except KLLensError as error:
-                name = "/".join(exported.get(path.resolve(), (str(path),)))
-                failures[name] = str(error)
-                continue
-            try:
-                subject.target.check_device(self.settings.runtime)
-                usable.append(subject)
-            except TargetError as error:
-                notes.append(f"{subject.name} left out: {error}")
-        if not usable:  # measuring the machine takes seconds, so check first
-            raise TargetError("; ".join([*failures.values(), *notes]))
-        # FP16 first in each target.
-        usable.sort(key=lambda s: (order.index(s.target.name), not s.is_fp16))
-        report = Report(read_bandwidth(), failures=failures, notes=notes)
-        for timing in self.timings:
-            timing.measure(usable, self, report)
-        return report
-
-    def store(self, profile: Profile, partial: bool = False) -> None:
-        if self.run is None:
-            return
-        quick = "quick" if profile.settings["quick"] else None
-        tag = profile.settings.get("tag")
-        name = "|".join(filter(None, [profile.protocol, profile.device, tag, quick]))
-        # Stored under another name until the last round, so that it does not replace a finished one.
-        unfinished = f"{name}|partial"
-        if not partial:
-            self.run.forget_result("profile", profile.subject, unfinished)
-        value = profile.to_json() | {"provenance": provenance()}
-        name = unfinished if partial else name
-        self.run.store_result("profile", profile.subject, name, value)
+def opened(
+    paths: Sequence[Path], run: Run | None, runtime: SessionSettings
+) -> tuple[list[Timed], Report]:
+    """The artifacts that can be timed, those in FP16 first in each target, and a report that lists the others. Raises
+    TargetError if there is none."""
+    exports = exported_places(run).items() if run else ()
+    order = list(TARGETS)
+    exported = {folder.resolve(): key for key, folder in exports}
+    report = Report()
+    usable = list[Timed]()
+    for path in paths:
+        try:
+            subject = read_timed(path, exported)
+        except KLLensError as error:
+            name = "/".join(exported.get(path.resolve(), (str(path),)))
+            report.failures[name] = str(error)
+            continue
+        try:
+            subject.target.check_device(runtime)
+        except TargetError as error:
+            report.notes.append(f"{subject.name} left out: {error}")
+        else:
+            usable.append(subject)
+    if not usable:  # measuring the machine takes seconds, so check first
+        raise TargetError("; ".join([*report.failures.values(), *report.notes]))
+    usable.sort(key=lambda s: (order.index(s.target.name), not s.is_fp16))
+    report.bandwidth = read_bandwidth()
+    return usable, report
 
 
 def base_of(subject: Timed, subjects: Sequence[Timed]) -> Timed:
-    """The base of ratios: the FP16 subject of the same target and signature, else the first one."""
-    kind = (subject.target, subject.signature)
-    similar = [s for s in subjects if (s.target, s.signature) == kind]
+    """The base of ratios: the FP16 subject of the same target, else its first one."""
+    similar = [s for s in subjects if s.target is subject.target]
     return next((s for s in similar if s.is_fp16), similar[0])
 
 

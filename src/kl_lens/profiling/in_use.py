@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
 from kl_lens.base.errors import KLLensError
+from kl_lens.base.progress import Progress
 from kl_lens.base.system import processors
 from kl_lens.base.units import human_bytes
-from kl_lens.profiling.benchmark import Benchmark, Report, Timed, UseSettings, base_of
+from kl_lens.profiling.benchmark import Report, Timed, UseSettings, base_of, opened
 from kl_lens.profiling.machine import (
     LoadMeter,
     bound_of,
@@ -29,6 +31,7 @@ from kl_lens.profiling.machine import (
     spread_of,
 )
 from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.run.folder import Run, provenance
 from kl_lens.run.records import Profile, Quartiles
 from kl_lens.targets import Session
 from kl_lens.targets.abilities import Contents
@@ -132,21 +135,32 @@ class _Record:
 class InUse:
     """Times loading, the first token and text generation of artifacts that take turns."""
 
-    def measure(
-        self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report
+    def __init__(
+        self,
+        settings: UseSettings,
+        run: Run | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """Profiles go to the benchmark's `store` after every round, so that a stop loses one round. A subject that
-        fails is left out from then on; what was stored before stays."""
+        """`run`: stores the profiles; None: they are not stored."""
+        self._settings = settings
+        self._run = run
+        self._progress = progress or Progress()
+
+    def measure(self, paths: Sequence[Path]) -> Report:
+        """Benchmarks artifacts; those that fail are listed in the report. Raises TargetError if all fail."""
+        return self.time(*opened(paths, self._run, self._settings.runtime))
+
+    def time(self, subjects: Sequence[Timed], report: Report) -> Report:
+        """Profiles are stored after every round, so that a stop loses one round. A subject that fails is left out from
+        then on; what was stored before stays."""
         report.notes += [
-            f"{subject.name} cannot generate text (static shape or no head); time it with --protocol benchmark_app"
+            f"{subject.name} cannot generate text (static shape); time it with OpenVINO's benchmark_app"
             for subject in subjects
-            if subject.signature
+            if not subject.generates
         ]
-        self._benchmark = benchmark
-        self._settings = benchmark.settings
         self._report = report
-        self._alive = [subject for subject in subjects if not subject.signature]
-        benchmark.started(len(self._alive) * (2 + self._settings.repeats + 1))
+        self._alive = [subject for subject in subjects if subject.generates]
+        self._progress.started(len(self._alive) * (2 + self._settings.repeats + 1), 0)
         self._records: dict[str, _Record] = {}
         self._profiles: dict[str, Profile] = {}
         need = int(sum(s.file_bytes for s in self._alive) * MEMORY_PER_FILE_BYTE)
@@ -165,7 +179,7 @@ class InUse:
                     used = memory[subject.name].result()
                     contents = subject.target.contents(subject.path)
                     self._records[subject.name] = _Record(used, contents)
-                benchmark.advanced(f"{subject.name}, {during}")
+                self._progress.advanced(1, f"{subject.name}, {during}")
         self._interleaving = f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
         groups = [[*self._alive]]
         if not fits:
@@ -176,6 +190,20 @@ class InUse:
         for group in groups:
             self._play(group)
         report.profiles += self._profiles.values()
+        return report
+
+    def store(self, profile: Profile, partial: bool) -> None:
+        if self._run is None:
+            return
+        quick = "|quick" if self._settings.quick else ""
+        name = f"{profile.protocol}|{profile.device}{quick}"
+        # Stored under another name until the last round, so that it does not replace a finished one.
+        unfinished = f"{name}|partial"
+        if not partial:
+            self._run.forget_result("profile", profile.subject, unfinished)
+        value = profile.to_json() | {"provenance": provenance()}
+        name = unfinished if partial else name
+        self._run.store_result("profile", profile.subject, name, value)
 
     @contextmanager
     def _leaving_out(self, subject: Timed, during: str) -> Iterator[None]:
@@ -196,7 +224,7 @@ class InUse:
                     with self._leaving_out(subject, during):
                         session = self._loaded(subject)
                         sessions[subject.name] = stack.enter_context(closing(session))
-                self._benchmark.advanced(f"{subject.name}, {during}")
+                self._progress.advanced(1, f"{subject.name}, {during}")
             for number in range(self._settings.repeats + 1):
                 if self._is_last(number, self._round(number, group, sessions)):
                     break
@@ -233,13 +261,13 @@ class InUse:
         for subject in group:
             if number and subject in self._alive:
                 self._records[subject.name].rounds.append(players[subject.name])
-            self._benchmark.advanced(f"{subject.name}, {during}")
+            self._progress.advanced(1, f"{subject.name}, {during}")
         if not number:
             return []
         profiles = [self._profile(s) for s in group if s in self._alive]
         for profile in profiles:
             self._profiles[profile.subject.label] = profile
-            self._benchmark.store(profile, partial=not self._is_last(number, profiles))
+            self.store(profile, not self._is_last(number, profiles))
         return profiles
 
     def _is_last(self, number: int, profiles: Sequence[Profile]) -> bool:

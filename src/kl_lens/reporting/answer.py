@@ -126,9 +126,7 @@ def speed_ratio(profile: Profile) -> Ratio | None:
         "ratios_to_fp16", True
     ):
         return None
-    return ratio_of(
-        profile, "tokens_per_second" if profile.protocol == "use" else "latency_ms"
-    )
+    return ratio_of(profile, "tokens_per_second")
 
 
 def unmeasurable(profiles: Sequence[Profile]) -> list[str]:
@@ -323,7 +321,6 @@ def _perplexity(judged: Judged) -> str:
 
 def _speed(view: RunView, plan: Plan) -> str:
     profiles = [p for p in view.profiles if p.subject.own_plan == plan.name]
-    profiles = [p for p in profiles if p.protocol == "use"] or profiles
     timed = [(p, r) for p in profiles if (r := speed_ratio(p)) is not None]
     if not timed:
         return ""

@@ -439,11 +439,10 @@ class Profile(Record):
     """Speed and size of an exported file on one device with one protocol."""
 
     subject: Subject
-    protocol: str  # "use" (loading, prompt, generation) or "benchmark_app" (the paper's)
+    protocol: str  # "use": loading, prompt, generation
     device: str
     threads: int
-    # use: load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second;
-    # benchmark_app: latency_ms, throughput_fps.
+    # load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second.
     timings: dict[str, Quartiles]
     # Relative to the FP16 subject of the same session, same names; larger is better. Low and high are a 95 %
     # interval. `ratio_of` decides whether one may be shown.

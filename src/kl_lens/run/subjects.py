@@ -159,13 +159,14 @@ def stored_record(
 
 
 def current_profiles(run: Run) -> tuple[Profile, ...]:
-    """One for each subject, protocol and device: a whole one before one in progress, before a quick one."""
-    best: dict[tuple[Subject, str, str], tuple[int, Profile]] = {}
+    """One for each subject and device: a whole one before one in progress, before a quick one."""
+    best: dict[tuple[Subject, str], tuple[int, Profile]] = {}
     for _, name, value in current_results(run, "profile"):
         profile = stored_record(run, "profile", name, value, Profile)
-        key = (profile.subject, profile.protocol, profile.device)
+        key = (profile.subject, profile.device)
         rank = 2 * bool(profile.settings.get("quick")) + name.endswith("|partial")
-        if key not in best or rank <= best[key][0]:
+        # Earlier versions stored timings of another program, too.
+        if profile.protocol == "use" and (key not in best or rank <= best[key][0]):
             best[key] = (rank, profile)
     return tuple(profile for _, profile in best.values())
 

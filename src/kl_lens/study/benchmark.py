@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 from kl_lens.base.errors import KLLensError
-from kl_lens.base.units import parse_names, tag_of
-from kl_lens.profiling.benchmark import Benchmark, Report, Timing, UseSettings, run_places
+from kl_lens.base.units import parse_names
+from kl_lens.profiling.benchmark import Report, UseSettings, run_places
 from kl_lens.profiling.in_use import InUse
-from kl_lens.profiling.published import PublishedTiming
 from kl_lens.run.folder import Run
 from kl_lens.study import settings as of
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Kind, Runtime, Settings, group, grouped, option
-
-USE = "use"
-PUBLISHED = "benchmark_app"  # protocols
-_use = grouped("use")
+from kl_lens.study.settings import Kind, Runtime, Settings, group, option
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -42,19 +37,14 @@ class BenchmarkSettings(Settings):
     plan: str = of.of_plans()
     targets: of.Names | None = option(None, "default: all")
     runtime: Runtime = group(Runtime)
-    protocol: str = option(
-        USE,
-        "use: loading, prompt and generation; benchmark_app: the paper's protocol, 60 s per IR",
-        choices=(USE, PUBLISHED, "both"),
-    )
     quick: bool = option(
         False, "a short run to try things out; marked as such in the results"
     )
-    prompt_lengths: Annotated[tuple[int, ...], _LENGTHS] = _use(
+    prompt_lengths: Annotated[tuple[int, ...], _LENGTHS] = option(
         (32, 128, 512), "prompt lengths in tokens"
     )
-    new_tokens: of.Tokens = _use(64, "tokens to generate")
-    repeats: of.Count = _use(5, "timed rounds")
+    new_tokens: of.Tokens = option(64, "tokens to generate")
+    repeats: of.Count = option(5, "timed rounds")
 
     def check(self) -> None:
         super().check()
@@ -88,26 +78,11 @@ def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
         runtime = settings.runtime.session()
         quick = settings.quick
         use = UseSettings(settings.prompt_lengths, new_tokens, repeats, runtime, quick)
-        return time_files(folders, run, session, use, settings.protocol)
+        return time_files(folders, run, session, use)
 
 
 def time_files(
-    places: Sequence[Path],
-    run: Run | None,
-    session: Session,
-    use: UseSettings,
-    protocol: str = USE,
+    places: Sequence[Path], run: Run | None, session: Session, use: UseSettings
 ) -> BenchmarkResult:
-    published = PublishedTiming(
-        tag_of(run.identity.get("model", "model") if run else "model")
-    )
-    timings: list[Timing] = [InUse()] if protocol != PUBLISHED else []
     with session.events.progress("benchmark") as progress:
-        measuring = Benchmark(
-            settings=use,
-            timings=(*timings, *([published] if protocol != USE else [])),
-            run=run,
-            started=lambda total: progress.started(total, 0),
-            advanced=lambda step: progress.advanced(1, step),
-        )
-        return BenchmarkResult(measuring.measure(places))
+        return BenchmarkResult(InUse(use, run, progress).measure(places))

@@ -256,9 +256,6 @@ class Files(Required):
 class Publishing(Required):
     """What people are told who get its files."""
 
-    # The benchmark program that publications quote, as `openvino.target.BenchmarkApp`.
-    published: ClassVar[Any] = None
-
     def how_to_run(self, repository: str, artifact: Artifact) -> str:
         """Shell commands that generate text with files from a repository on the hub."""
         folder = repository.rpartition("/")[2]

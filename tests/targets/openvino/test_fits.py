@@ -46,7 +46,6 @@ def test_what_openvino_lacks_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device_profile": "npu"}, "--device-profile npu: expected cpu or gpu"),
         ({"with_head": False}, "only with --static-tokens"),
         ({"static_tokens": 0}, "at least 1"),
     ],

@@ -34,15 +34,7 @@ from kl_lens.reporting.names import (
 )
 from kl_lens.run.records import ARTIFACT, ORIGINAL, Profile, Score, Subject
 
-_PROTOCOLS = {
-    "use": "as a user sees it",
-    "benchmark_app": "the published protocol (benchmark_app)",
-}
-# What is drawn: the first that was timed.
-_TIMINGS = {
-    "tokens_per_second": ("tokens per second", "tokens/s"),
-    "throughput_fps": ("inferences per second", "inferences/s"),
-}
+_DRAWN = "tokens_per_second"
 _NEAR = 3.0  # a limit further above the timings than this would squash them
 
 
@@ -127,14 +119,7 @@ def _score_row(view: RunView, subject: Subject, scores: Sequence[Score]) -> list
     bytes_ = view.subject_bytes(subject)
     top = values.get("same_top")
     plan = view.plan(subject.own_plan or "")
-    profile = next(
-        (
-            p
-            for p in view.profiles
-            if p.subject.key == subject.file_key and p.protocol == "use"
-        ),
-        None,
-    )
+    profile = next((p for p in view.profiles if p.subject.key == subject.file_key), None)
     ratio = answer.speed_ratio(profile) if profile else None
     memory = profile and profile.peak_memory_bytes
     return [
@@ -215,20 +200,20 @@ def _protocol(view: RunView) -> str:
 def speed(view: RunView) -> Section | None:
     if not view.profiles:
         return None
-    groups: dict[tuple[str, str], list[Profile]] = {}
+    groups: dict[str, list[Profile]] = {}
     for profile in view.profiles:
-        groups.setdefault((profile.device, profile.protocol), []).append(profile)
+        groups.setdefault(profile.device, []).append(profile)
     parts: list[Html | None] = [
         note(
             "Speeds are medians of all repeats, bars their quartiles. × FP16: speed relative to the FP16 file of the "
             "same session, with a 95 % interval, from undisturbed repeats only."
         )
     ]
-    for (device, protocol), profiles in groups.items():
+    for device, profiles in groups.items():
         threads = sorted({p.threads for p in profiles})
-        title = f"{device}, {' or '.join(map(str, threads))} thread{'s' if threads != [1] else ''}: "
+        title = f"{device}, {' or '.join(map(str, threads))} thread{'s' if threads != [1] else ''}"
         parts += [
-            tag("h3", title + _PROTOCOLS.get(protocol, protocol)),
+            tag("h3", title),
             _chart(view, profiles),
             *_notes(profiles),
             details("Timings", _timings(profiles)),
@@ -246,21 +231,17 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
     ]
     if len(profiles) < min(2, len(ratios)):
         return None
-    timing = next(
-        (name for name in _TIMINGS if any(name in p.timings for p in profiles)), None
-    )
-    if timing is None:
-        return None
-    title, _ = _TIMINGS[timing]
-    shown = [p for p in profiles if timing in p.timings]
-    divisor, unit = unit_of(max(p.file_bytes for p in shown))
+    title = "tokens per second"
+    divisor, unit = unit_of(max(p.file_bytes for p in profiles))
     stars = answer.recommended_names(view)
     dots = []
     lines = []
-    for index, runtime in enumerate(dict.fromkeys(runtime_of(p.subject) for p in shown)):
+    for index, runtime in enumerate(
+        dict.fromkeys(runtime_of(p.subject) for p in profiles)
+    ):
         limits = []
-        for p in (p for p in shown if runtime_of(p.subject) == runtime):
-            spread = p.timings[timing]
+        for p in (p for p in profiles if runtime_of(p.subject) == runtime):
+            spread = p.timings[_DRAWN]
             name = p.subject.own_plan or p.subject.label
             words = f"{subject_title(p.subject)}, {p.device}, {count(p.threads, 'thread')}\n{size(p.file_bytes)}\n"
             words += (
@@ -281,7 +262,7 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
                     label,
                 )
             )
-            if limit := p.bound.get(timing):
+            if limit := p.bound.get(_DRAWN):
                 limits.append((p.file_bytes / divisor, limit))
         lines.append(Line(sorted(limits), f"s{index % len(SERIES)}", dashed=True))
     fastest = max(d.y for d in dots)
@@ -297,7 +278,7 @@ def _chart(view: RunView, profiles: Sequence[Profile]) -> Html | None:
     )
     caption = ""
     if lines:
-        rate = max(p.bound["read_bandwidth"] for p in shown if p.bound)
+        rate = max(p.bound["read_bandwidth"] for p in profiles if p.bound)
         caption = (
             f"Dashed: the bound, where every weight that a token needs is read once, at {size(rate)} per second. "
             "A file that fits into the processor's caches may be above it."
@@ -344,12 +325,7 @@ def _timings(profiles: Sequence[Profile]) -> Html:
 
 
 def _timing_row(profile: Profile) -> list[object]:
-    speeds = [
-        (unit, profile.timings[n])
-        for n, (_, unit) in _TIMINGS.items()
-        if n in profile.timings
-    ]
-    speed = next(iter(speeds), None)
+    speed = profile.timings[_DRAWN]
     ratio = answer.speed_ratio(profile)
     firsts = [n for n in profile.timings if n.startswith("first_token_seconds@")]
     first = max(firsts, key=lambda n: int(n.partition("@")[2]), default=None)
@@ -358,8 +334,8 @@ def _timing_row(profile: Profile) -> list[object]:
     return [
         subject_title(profile.subject),
         Cell(size(profile.file_bytes), profile.file_bytes),
-        Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
-        f"{number(speed[1].low)} to {number(speed[1].high)}" if speed else "–",
+        Cell(f"{number(speed.median)} tokens/s", speed.median),
+        f"{number(speed.low)} to {number(speed.high)}",
         ratio.brief if ratio else "–",
         f"{1e3 * profile.timings[first].median:.1f} (after {first.partition('@')[2]})"
         if first

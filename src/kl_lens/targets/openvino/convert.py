@@ -35,8 +35,6 @@ from kl_lens.targets.openvino.session import read_graph
 from kl_lens.targets.tokenizer import other_ids, varied_strings
 from kl_lens.weights.recipes import FP16
 
-CPU = "cpu"
-GPU = "gpu"
 # Activations that share a scale; "row" is 2^64 − 1.
 GROUP_SIZES = {"0": "0", "32": "32", "64": "64", "128": "128", "row": f"{2**64 - 1}"}
 _CACHES = {"keys": "KEY", "values": "VALUE"}  # in names of OpenVINO's settings
@@ -46,7 +44,6 @@ _CACHES = {"keys": "KEY", "values": "VALUE"}  # in names of OpenVINO's settings
 class Options:
     """Settings of an export."""
 
-    device_profile: str = CPU  # gpu computes sums along a sequence as products
     # A forward of exactly this many tokens without state, instead of the stateful graph.
     static_tokens: int | None = None
     # False makes a static graph end in the last hidden states.
@@ -63,10 +60,6 @@ class Options:
         if self.activation_groups not in (None, *GROUP_SIZES):
             raise TargetError(
                 f"--activation-groups {self.activation_groups}: expected one of {', '.join(GROUP_SIZES)}"
-            )
-        if self.device_profile not in (CPU, GPU):
-            raise TargetError(
-                f"--device-profile {self.device_profile}: expected {CPU} or {GPU}"
             )
         if model.classifier is not None and not (tokens is None and self.with_head):
             raise TargetError(
@@ -115,7 +108,7 @@ def export(
     settings = asdict(options) | {"versions": versions}
     if task:
         settings["task"] = task.name
-    rewrites.apply(graph, cumba=options.device_profile == GPU)
+    rewrites.apply(graph)
     for name, value in _runtime_options(plan, options.activation_groups).items():
         graph.set_rt_info(value, ["runtime_options", name])
     _save(graph, folder / IR_FILE)

@@ -1,8 +1,7 @@
-"""Changes to a finished graph: two that the CPU plugins need to be right, and one for accelerators.
+"""Changes to a finished graph that the CPU plugins need to be right.
 
 - exact softplus: the ARM CPU plugin's SoftPlus is off by 4e-4 (2025.2 to 2026.4.1), enough to spoil Δ.
 - equal batches: the x86 CPU plugin (2026.4.1) loses the tokens of one batch that meets a stack of matrices.
-- CumBA (of the XAMBA paper): CumSum as a product with a triangular matrix of ones.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import openvino as ov
 import openvino.opset13 as ops
 
 from kl_lens.base.errors import TargetError
-from kl_lens.targets.openvino.scans import constant, length, replace
+from kl_lens.targets.openvino.scans import constant, replace
 
 HEAD_NODE = "lm_head"  # name of the head's product in the graph
 SOFTPLUS_DEGREE = 9  # relative error of the polynomial: below 1e-7
@@ -47,11 +46,9 @@ def operations(model: ov.Model, *kinds: str) -> list[Any]:
     ]
 
 
-def apply(model: ov.Model, *, cumba: bool = False) -> None:
+def apply(model: ov.Model) -> None:
     """Rewrites the model in place."""
     _each(model, "SoftPlus", lambda node: exact_softplus(node.input_value(0)))
-    if cumba:
-        _each(model, "CumSum", _cumulative_product)
     equal_batches(model)
     for graph in graphs(model):
         graph.validate_nodes_and_infer_types()
@@ -174,27 +171,3 @@ def is_constant(node: Any) -> bool:
     if node.get_input_size() == 0:
         return bool(node.get_type_name() == "Constant")
     return all(is_constant(value.get_node()) for value in node.input_values())
-
-
-def _cumulative_product(node: Any) -> Any | None:
-    """CumSum over any axis: the axis goes last, times the upper triangle of ones."""
-    axis = int(node.input_value(1).get_node().data.reshape(-1)[0])
-    x = node.input_value(0)
-    rank = len(x.get_partial_shape())
-    attributes = node.get_attributes()
-    if attributes.get("exclusive") or attributes.get("reverse"):
-        return None
-    axis %= rank
-    size = x.get_partial_shape()[axis]
-    if size.is_static:
-        mask = constant(np.triu(np.ones((size.get_length(),) * 2)), np.float32)
-    else:
-        positions = ops.range(0, length(x, axis), 1, "i64")
-        before = ops.less_equal(ops.unsqueeze(positions, 1), ops.unsqueeze(positions, 0))
-        mask = ops.convert(before, "f32")
-    mask.set_friendly_name("kl_lens/cumba_mask")  # without OpenVINO's number of the node
-    if axis == rank - 1:
-        return ops.matmul(x, mask, False, False)
-    order = [i for i in range(rank) if i != axis] + [axis]
-    moved = ops.matmul(ops.transpose(x, order), mask, False, False)
-    return ops.transpose(moved, np.argsort(order))

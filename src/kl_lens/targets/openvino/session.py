@@ -322,7 +322,7 @@ def compile_graph(graph: ov.Model, settings: SessionSettings) -> ov.CompiledMode
     except TimeoutError as error:
         raise TargetError(
             f"compiling for {device} took more than {timeout:g} s and was stopped (Mamba-2 is known to hang the "
-            f"iGPU compiler); set {TIMEOUT_VARIABLE} to more seconds, or export with another device profile"
+            f"iGPU compiler); set {TIMEOUT_VARIABLE} to more seconds"
         ) from error
     except Exception as error:
         raise TargetError(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.base.errors import TargetError
-from kl_lens.base.files import write_text
 from kl_lens.base.lazy import lazy_modules
 from kl_lens.base.system import ON_ARM, ON_X86
 from kl_lens.run.records import Artifact, Plan
@@ -65,94 +60,6 @@ _FOOTPRINTS = {
 }
 
 
-_LINE = r"\[ INFO \]\s+{name}:\s+([0-9.]+) (us|ms|s|iterations|FPS)\s*$"
-_TO_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
-
-
-@dataclass(frozen=True)
-class AppReport:
-    """The figures that it printed."""
-
-    iterations: int
-    duration_seconds: float
-    median_ms: float
-    average_ms: float
-    min_ms: float
-    max_ms: float
-    throughput_fps: float
-    threads: int | None = None  # that OpenVINO chose, if it says so
-
-
-class BenchmarkApp:
-    """OpenVINO's own benchmark_app: how to call it and read its output; `paper/timing.py` decides when and how often.
-    The plugin settings are its defaults, as published: this is not the fastest way to run a quantized model
-    (docs/targets.md), it is the comparable one."""
-
-    def input_shapes(self, path: Path) -> str | None:
-        """One token. benchmark_app fills inputs at random, so `beam_idx` finds no state and every token starts from
-        zeros: the same work."""
-        shapes = []
-        for entry in session.read_graph(graph_file(path)).inputs:
-            shape = entry.get_partial_shape()
-            if shape.is_dynamic:
-                sizes = [str(d.get_length() if d.is_static else 1) for d in shape]
-                shapes.append(f"{entry.get_any_name()}[{','.join(sizes)}]")
-        return ",".join(shapes) or None
-
-    def command(
-        self,
-        path: Path,
-        *,
-        seconds: int,
-        iterations: int,
-        device: str,
-        threads: int | None,
-        beside: Path,
-    ) -> list[str]:
-        """Calls the program of this environment, so that the OpenVINO version is the same. The number of threads goes
-        into a file: benchmark_app does not accept `-nthreads` together with `-hint`."""
-        words = [sys.executable, "-m", "openvino.tools.benchmark.main"]
-        if (program := Path(sys.executable).parent / "benchmark_app").is_file():
-            words = [str(program)]
-        words += ["-m", str(graph_file(path)), "-d", device, "-hint", "latency"]
-        words += f"-t {seconds} -niter {iterations} --inference_only TRUE".split()
-        if shapes := self.input_shapes(path):
-            words += ["-data_shape", shapes]
-        if threads is not None:
-            write_text(beside, json.dumps({"CPU": {"INFERENCE_NUM_THREADS": threads}}))
-            words += ["-load_config", str(beside)]
-        return words
-
-    def read(self, text: str) -> AppReport:
-        """Latencies are printed in milliseconds, or in microseconds when the model is fast. Raises TargetError with the
-        program's own message if there is no report."""
-
-        def figure(name: str) -> float:
-            match = re.search(_LINE.format(name=name), text, re.MULTILINE)
-            if match is None:
-                raise TargetError(
-                    f"benchmark_app printed no {name!r}: {self.complaint(text)}"
-                )
-            return float(match[1]) * _TO_MILLISECONDS.get(match[2], 1.0)
-
-        threads = re.search(r"INFERENCE_NUM_THREADS: (\d+)", text)
-        return AppReport(
-            int(figure("Count")),
-            figure("Duration") / 1e3,
-            figure("Median"),
-            figure("Average"),
-            figure("Min"),
-            figure("Max"),
-            figure("Throughput"),
-            int(threads[1]) if threads else None,
-        )
-
-    def complaint(self, text: str) -> str:
-        """The program's last line, which on failure is the innermost reason."""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return (lines or ["it printed nothing"])[-1]
-
-
 class OpenVINOTarget(Target):
     name = "openvino"
     title = "OpenVINO"
@@ -160,7 +67,6 @@ class OpenVINOTarget(Target):
     packages = ("openvino",)
     loads = (WEIGHT_FILE, IR_FILE)  # and not the graphs of the tokenizer
     besides = f"the graph ({IR_FILE})"
-    published = BenchmarkApp()
     # On ARM the plugin keeps keys and values as it computes them.
     cache_formats = () if ON_ARM else ("u8", FP16, "u4", "u4-32")
     methods = ("gptq", "search")
@@ -169,9 +75,6 @@ class OpenVINOTarget(Target):
     speed_options = ("activation_groups",)
     exact_options = "set INFERENCE_PRECISION_HINT and KV_CACHE_PRECISION to f32, DYNAMIC_QUANTIZATION_GROUP_SIZE to 0"
     options = (
-        ExportOption(
-            "device_profile", "--device-profile", "cpu or gpu (default: cpu)", "text"
-        ),
         ExportOption(
             "static_tokens", "--static-tokens", "a static forward without state", "number"
         ),
