@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -12,6 +13,7 @@ from kl_lens.model import LoadedModel, architectures as models
 from kl_lens.model.architectures.hymba import HymbaConfig
 from kl_lens.model.chain import Chain
 from kl_lens.run.records import Artifact, Plan
+from kl_lens.targets.session import Session
 from kl_lens.weights.recipes import Recipe
 
 for model_type in (models.HYMBA, models.MAMBAVISION):
@@ -396,6 +398,12 @@ def tiny_model(
 def token_ids(batch: int, time: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY, (batch, time), generator=generator)
+
+
+def fed(session: Session, ids: torch.Tensor, *sizes: int) -> np.ndarray:
+    """Logits after each of several parts of a text, from its start on."""
+    session.reset()
+    return np.stack([session.prefill(part.tolist()) for part in ids[0].split(sizes)])
 
 
 def in_turn(model: LoadedModel, formats: Sequence[str]) -> Plan:

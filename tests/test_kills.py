@@ -15,7 +15,7 @@ import pytest
 
 from kl_lens import planning
 from kl_lens.base.files import RECORD_FILE
-from kl_lens.profiling import in_use, machine
+from kl_lens.profiling import benchmark, machine
 from kl_lens.run.folder import Run
 from kl_lens.run.journal import FILE
 from kl_lens.run.subjects import artifact_digest
@@ -52,7 +52,7 @@ def command(words: list[str]) -> int:
     from kl_lens.cli.main import main
 
     machine.BUFFER_BYTES = 1 << 20
-    in_use.LOADS = 1
+    benchmark.LOADS = 1
     return main(words)
 
 

@@ -20,7 +20,12 @@ from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.hostile.aside import forked_quarantine
 
 BLOCKS = 2
-FORMATS = {"gguf": "q8_0", "openvino": "fp16", "mlx": "affine8-g64"}
+FORMATS = {
+    "gguf": "q8_0",
+    "openvino": "fp16",
+    "mlx": "affine8-g64",
+    "compressed-tensors": "int4-g32",
+}
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}<|assistant|>"
 Sound = Callable[..., Path]
 Examine = Callable[..., Autopsy]

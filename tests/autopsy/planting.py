@@ -20,13 +20,11 @@ Change = Callable[[Array], Array]
 
 
 def change(folder: Path, name: str, edit: Change) -> None:
-    """Changes the values of a tensor, in its own type, whatever the file."""
+    """Changes the values of a tensor, in its own type."""
     if list(folder.glob("*.gguf")):
         _change_gguf(folder, name, edit)
-    elif (folder / IR_FILE).is_file():
-        _change_ir(folder, name, edit)
     else:
-        _change_mlx(folder, name, edit)
+        _change_ir(folder, name, edit)
 
 
 def values(folder: Path, name: str) -> Array:
@@ -79,43 +77,6 @@ def _change_ir(folder: Path, name: str, edit: Change) -> None:
     data[:] = edit(
         data.astype(np.float32).reshape([int(size) for size in match[1].split(",")])
     ).reshape(-1)
-
-
-def _change_mlx(folder: Path, name: str, edit: Change) -> None:
-    import mlx.core as mx
-
-    file = folder / "model.safetensors"
-    path = name.removesuffix(".weight")
-    arrays: Any = mx.load(str(file))
-    section = json.loads((folder / "config.json").read_text())["quantization"]
-    with mx.stream(mx.cpu):
-        mx.eval(list(arrays.values()))
-        if f"{path}.scales" in arrays:
-            parts = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
-            form = {
-                key: section.get(path, section)[key] for key in ("group_size", "bits")
-            }
-            new = edit(
-                np.array(
-                    mx.dequantize(*(arrays[part] for part in parts), **form).astype(
-                        mx.float32
-                    )
-                )
-            )
-            arrays |= dict(
-                zip(
-                    parts,
-                    mx.quantize(mx.array(new).astype(mx.float16), **form),
-                    strict=True,
-                )
-            )
-        else:
-            new = edit(np.array(arrays[name].astype(mx.float32)))
-            arrays[name] = (
-                mx.array(new).astype(arrays[name].dtype).reshape(arrays[name].shape)
-            )
-        file.unlink()
-        mx.save_safetensors(str(file), arrays, metadata={"format": "mlx"})
 
 
 def retyped(folder: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:

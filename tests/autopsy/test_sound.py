@@ -36,6 +36,7 @@ def unharmed(result: Autopsy, exit_code: int = 0) -> None:
     [
         ("gguf", "q4_0"),
         ("mlx", ""),
+        pytest.param("compressed-tensors", "", marks=pytest.mark.slow),
         pytest.param("openvino", "int8", marks=pytest.mark.slow),
     ],
 )

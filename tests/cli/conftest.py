@@ -7,7 +7,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kl_lens.profiling import in_use
+from kl_lens.profiling import benchmark
 from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.targets import SessionSettings
 from kl_lens.text.sources import wikitext2
@@ -45,8 +45,8 @@ def files_are_weighed_once() -> Iterator[None]:
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_use, "fresh_process", weigh)
-        patch.setattr(in_use, "LOADS", 1)
+        patch.setattr(benchmark, "fresh_process", weigh)
+        patch.setattr(benchmark, "LOADS", 1)
         yield
 
 

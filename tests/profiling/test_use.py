@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kl_lens.base.errors import TargetError
-from kl_lens.profiling import in_use
+from kl_lens.profiling import benchmark
 from kl_lens.profiling.benchmark import Report, Timed, UseSettings
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
@@ -60,8 +60,10 @@ class Ticking:
 
 def test_a_round_times_every_prompt_and_then_the_text() -> None:
     session = Ticking()
-    player = in_use.Player(session, clock=lambda: session.seconds)
-    for act, tokens in in_use.acts_of(UseSettings(prompt_lengths=(8, 2), new_tokens=6)):
+    player = benchmark.Player(session, clock=lambda: session.seconds)
+    for act, tokens in benchmark.acts_of(
+        UseSettings(prompt_lengths=(8, 2), new_tokens=6)
+    ):
         act(player, tokens)
     prompts = {"first_token_seconds@2": 2.0, "first_token_seconds@8": 8.0}
     assert player.timings == prompts | {
@@ -90,7 +92,7 @@ def three(
     }
     for method, replacement in methods.items():
         monkeypatch.setattr(type(target), method, replacement)
-    monkeypatch.setattr(in_use, "fresh_process", lambda *_: MemoryUse(100, 250))
+    monkeypatch.setattr(benchmark, "fresh_process", lambda *_: MemoryUse(100, 250))
     subjects = [
         Timed(
             Subject(ARTIFACT, target="gguf", settings={"path": n}),
@@ -111,9 +113,9 @@ def timed(
     subjects: Sequence[Timed], stored: list[Profile], **settings: Any
 ) -> tuple[dict[str, Profile], Report]:
     """The profiles by label; `stored` gets what was stored after each round."""
-    benchmark = in_use.InUse(replace(SETTINGS, **settings))
-    benchmark.store = lambda profile, partial: stored.append(profile)  # type: ignore[method-assign]
-    report = benchmark.time(subjects, Report(1e9))
+    timing = benchmark.InUse(replace(SETTINGS, **settings))
+    timing.store = lambda profile, partial: stored.append(profile)  # type: ignore[method-assign]
+    report = timing.time(subjects, Report(1e9))
     return {profile.subject.label: profile for profile in report.profiles}, report
 
 
@@ -164,7 +166,7 @@ def test_rounds_end_when_every_interval_is_narrow(
         3: 1.2,
     }  # after so many rounds: the ends of the intervals, a factor apart
     monkeypatch.setattr(
-        in_use,
+        benchmark,
         "compared",
         lambda turns, base: Quartiles(1.1, 1.0, spreads.get(len(turns) // 5, 1.0), 24),
     )
@@ -182,7 +184,7 @@ def test_without_room_for_all_they_run_one_after_the_other(
     three: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subjects, log, _ = three
-    monkeypatch.setattr(in_use, "MEMORY_PER_FILE_BYTE", 1e15)
+    monkeypatch.setattr(benchmark, "MEMORY_PER_FILE_BYTE", 1e15)
     profiles, _ = timed(subjects, [])
     assert log == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
     assert (

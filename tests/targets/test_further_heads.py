@@ -1,6 +1,5 @@
 """Heads for further tokens (`mtp.*`) of a checkpoint: kept where a runtime has a place for them, named where not."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -86,8 +85,6 @@ def test_transformers_and_vllm_get_them_in_8_bits_where_a_kernel_has_them(
     name: str, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("compressed_tensors", reason="needs the extra compressed")
-    from compressed_tensors.utils.match import match_name
-
     target = get_target(name)
     eight = get_format("int8")
     for name_of_folder, source in zip(("plain", "headed"), folders, strict=True):
@@ -118,15 +115,6 @@ def test_transformers_and_vllm_get_them_in_8_bits_where_a_kernel_has_them(
         if tensor.dim() > 1:
             tensor = eight.roundtrip(tensor) if packs else tensor.half().float()
         assert torch.equal(stored[head].read(), tensor), head
-    config = json.loads((tmp_path / "headed" / "config.json").read_text())
-    groups = config.get("quantization_config", {}).get("config_groups", {}).values()
-    named = {
-        m
-        for m in matrices
-        for g in groups
-        if any(match_name(m, target) for target in g["targets"])
-    }
-    assert named == (matrices if packs else set())
     bits = {
         tensor.realised
         for tensor in artifact.tensors

@@ -10,7 +10,6 @@ from safetensors.numpy import load_file
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import bytes_digest
-from kl_lens.targets.abilities import Contents
 from kl_lens.targets.dissection import (
     Part,
     Texts,
@@ -86,10 +85,6 @@ def test_tokens_are_those_of_the_vocabulary() -> None:
     for ids, message in (([], "give at least one"), ([97], "token 97"), ([-1], "-1")):
         with pytest.raises(TargetError, match=message):
             checked_tokens(ids, 97, "file")
-
-
-def test_bytes_of_a_token() -> None:
-    assert Contents(100.0, 20, 3.0).bytes_per_token(10) == 150
 
 
 class _Letters:

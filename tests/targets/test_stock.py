@@ -17,7 +17,7 @@ from kl_lens.targets.openvino import stock
 from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.families import _ATTENTION, _COMMON, plain, tiny_model
 from tests.shipped import shipped_digests
-from tests.targets.gguf.support import _falcon_h1, _granite, tiny
+from tests.targets.gguf.support import _falcon_h1, tiny
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_an_importance_matrix_is_for_all_but_the_head(mamba: LoadedModel) -> Non
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
 
 
-@pytest.mark.parametrize("model", ["jamba", "granite", "falcon_h1", "narrow"])
+@pytest.mark.parametrize("model", ["jamba", "narrow"])
 def test_types_are_those_of_llama_quantize(model: str, tmp_path: Path) -> None:
     """Against `llama-quantize --dry-run` itself."""
     if shutil.which("llama-quantize") is None:
@@ -107,21 +107,6 @@ def test_types_are_those_of_llama_quantize(model: str, tmp_path: Path) -> None:
             num_experts_per_tok=1,
             mamba_d_state=8,
             mamba_dt_rank=8,
-        ),
-        "granite": lambda: _granite(
-            **WIDE,
-            mamba_d_head=64,
-            num_hidden_layers=16,
-            layer_types=["mamba", "attention"] * 8,
-            shared_intermediate_size=256,
-        ),
-        "falcon_h1": lambda: _falcon_h1(
-            **WIDE,
-            num_hidden_layers=16,
-            head_dim=32,
-            mamba_d_ssm=512,
-            mamba_n_heads=8,
-            mamba_d_head=64,
         ),
         "narrow": lambda: _falcon_h1(tie_word_embeddings=True),
     }
@@ -242,6 +227,31 @@ def test_sizes_are_known_before_a_file_is_written(
             describe_target(target).file_bytes(mamba, plan, exact=True)
             == artifact.realised_bytes
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("mlx", "affine4-g32"),
+        ("mlx", "affine8-g64"),
+        *(("compressed-tensors", fmt) for fmt in ("int4-g32", "uint4-g32", "int8")),
+    ],
+)
+def test_a_file_is_no_larger_than_its_parts_say(name: str, recipe: str) -> None:
+    target = describe_target(name)
+    if reason := target.lacks():
+        pytest.skip(reason)
+    model = plain(LoadedModel("mamba2", Path(), tiny_model("mamba2"), None))
+    layers = [c for c in model.anatomy.candidates if c.kind in ("in_proj", "out_proj")]
+    grid = Recipe(recipe).grid
+    sizes = [
+        target.file_bytes(model, Plan("p", assignment, "test"))
+        for assignment in ({}, dict.fromkeys((c.name for c in layers), recipe))
+    ]
+    added = [grid.bytes(c.shape) - 2 * c.parameters for c in layers]
+    bound = sizes[0] + sum(added) + len(layers) * target.overhead(grid)
+    assert bound - 100 * len(layers) < sizes[1] <= bound
+    assert target.overhead(Recipe("fp16").grid) == 0
 
 
 @pytest.mark.parametrize(

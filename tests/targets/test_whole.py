@@ -55,7 +55,7 @@ def _damage(file: Path) -> None:
 
 VERBS = {
     "generate": "--prompt city --max-new-tokens 2",
-    "benchmark": "--quick --protocol use",
+    "benchmark": "--quick",
     "evaluate": "--model reference:mamba --perplexity --limit 1",
 }
 

@@ -101,8 +101,6 @@ def _step(evidence: Evidence, letter: str, title: str) -> Iterator[None]:
 
 def _one_by_one(evidence: Evidence, session: Session, ids: Sequence[int]) -> None:
     """A prompt at once beside the same tokens one by one."""
-    if not getattr(session, "stateful", True):
-        return
     title = f"{STEPPED} tokens one by one"
     window = text_window(tuple(map(int, ids[:STEPPED])))
     with _step(evidence, "f", title):

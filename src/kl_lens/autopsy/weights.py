@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kl_lens.model import LoadedModel
 from kl_lens.run.autopsies import TensorReport
@@ -64,10 +65,10 @@ class Weights:
     uncompared: list[str] = field(
         default_factory=list
     )  # parameters that were found nowhere in the file
-    stored: dict[str, torch.Tensor] = field(
+    stored: dict[str, Tensor] = field(
         default_factory=dict
     )  # parameter → the file's values
-    rounded: dict[str, torch.Tensor] = field(
+    rounded: dict[str, Tensor] = field(
         default_factory=dict
     )  # the same in rounding to nearest
     formats: dict[str, str] = field(
@@ -80,7 +81,7 @@ def examine(
     parts: Sequence[Part], model: LoadedModel, tensors: Sequence[StoredTensor]
 ) -> Weights:
     """Reads every tensor once, one at a time."""
-    named: dict[str, torch.Tensor] = dict(model.model.named_buffers())
+    named: dict[str, Tensor] = dict(model.model.named_buffers())
     named |= dict(model.model.named_parameters(remove_duplicate=False))
     state = {name: value.detach() for name, value in named.items()}
     components = {name: c for c in model.anatomy.components for name in _names(c)}
@@ -145,7 +146,7 @@ def together(reports: Sequence[TensorReport]) -> list[list[TensorReport]]:
     return list(groups.values())
 
 
-def _infinite(values: torch.Tensor) -> Cause:
+def _infinite(values: Tensor) -> Cause:
     count = int((~values.isfinite()).sum())
     words = f"{count:,} of {values.numel():,} values are not finite"
     return (INFINITE, words, "") if count else _SOUND
@@ -155,7 +156,7 @@ def _examine(
     part: Part,
     tensor: StoredTensor,
     component: Component | None,
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Tensor],
     parts: Sequence[Part],
     weights: Weights,
 ) -> None:
@@ -208,9 +209,9 @@ def _examine(
 
 def _placed(
     part: Part,
-    values: torch.Tensor,
-    parameters: dict[str, torch.Tensor],
-    original: torch.Tensor,
+    values: Tensor,
+    parameters: dict[str, Tensor],
+    original: Tensor,
 ) -> bool:
     """Puts a tensor's values where the model has them; whether that is possible."""
     name = part.parameter or ""
@@ -224,9 +225,7 @@ def _placed(
 class _Pair:
     """The values of a tensor beside those that it should hold."""
 
-    def __init__(
-        self, values: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor | None
-    ) -> None:
+    def __init__(self, values: Tensor, wanted: Tensor, plain: Tensor | None) -> None:
         self.values = values
         self.wanted = wanted
         self.plain = plain
@@ -241,7 +240,7 @@ class _Pair:
     def cause(
         self,
         component: Component | None,
-        candidates: Iterator[tuple[str, torch.Tensor]] | None,
+        candidates: Iterator[tuple[str, Tensor]] | None,
     ) -> Cause:
         """Empty: it differs by rounding only. `candidates`: other tensors, whose values these may be; None: do not look
         far."""
@@ -273,12 +272,12 @@ class _Pair:
             words += f", where rounding to this type gives {self.plain_error:.2g}"
         return OFF, words, ""
 
-    def _is(self, predicted: torch.Tensor) -> bool:
+    def _is(self, predicted: Tensor) -> bool:
         return _distance(self.values, predicted) <= min(self.limit, _EXPLAINED)
 
     def _predictions(
         self, factor: float, component: Component | None, searched: bool
-    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+    ) -> Iterator[tuple[str, str, Tensor]]:
         """(cause, words, the values that it would give)."""
         values = self.values
         wanted = self.wanted
@@ -306,7 +305,7 @@ class _Pair:
                 moved = plain.index_select(axis, order).reshape(wanted.shape)
                 yield *_named(order, labels[axis - plain.dim()]), moved
 
-    def _odd(self) -> torch.Tensor:
+    def _odd(self) -> Tensor:
         """Places that no rounding explains, where most others may be right."""
         if self.plain_error is not None and self.plain_error < _LEAST:
             size = (
@@ -330,7 +329,7 @@ class _Pair:
         )
         return odd[:, None].expand(blocks.shape).reshape(self.values.shape)
 
-    def _partly(self, odd: torch.Tensor) -> Cause:
+    def _partly(self, odd: Tensor) -> Cause:
         values = self.values[odd]
         wanted = self.wanted[odd]
         count = int(odd.sum())
@@ -347,7 +346,7 @@ class _Pair:
         return f"partly {fault}: {words}", words, ""
 
 
-def _order(values: torch.Tensor, wanted: torch.Tensor, axis: int) -> torch.Tensor:
+def _order(values: Tensor, wanted: Tensor, axis: int) -> Tensor:
     """Where along this axis each part of the file comes from: its nearest in the original."""
     order = torch.arange(wanted.shape[axis])
     if wanted.dim() == 1:
@@ -369,7 +368,7 @@ def _order(values: torch.Tensor, wanted: torch.Tensor, axis: int) -> torch.Tenso
     return order
 
 
-def _named(order: torch.Tensor, label: str) -> tuple[str, str]:
+def _named(order: Tensor, label: str) -> tuple[str, str]:
     """What an order of rows, columns, taps is called: for tensors that share it, and in words."""
     whole = torch.arange(len(order))
     moved = (order != whole).nonzero().flatten()
@@ -388,7 +387,7 @@ def _named(order: torch.Tensor, label: str) -> tuple[str, str]:
     return f"{label} moved", words
 
 
-def _rotary(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+def _rotary(rows: Tensor) -> Iterator[Tensor]:
     """Heads of any size, with pairs of rows side by side instead of half a head apart, or the other way round."""
     for size in range(4, len(rows) + 1, 2):
         if len(rows) % size == 0:
@@ -398,11 +397,11 @@ def _rotary(rows: torch.Tensor) -> Iterator[torch.Tensor]:
                 )
 
 
-def _distance(values: torch.Tensor, wanted: torch.Tensor) -> float:
+def _distance(values: Tensor, wanted: Tensor) -> float:
     """Of the length of what is wanted."""
     return float((values - wanted).norm()) / (float(wanted.norm()) or 1.0)
 
 
-def _slope(values: torch.Tensor, wanted: torch.Tensor) -> float:
+def _slope(values: Tensor, wanted: Tensor) -> float:
     length = float(wanted.norm()) ** 2
     return float((values * wanted).sum()) / length if length else 1.0

@@ -10,8 +10,7 @@ from typing import Annotated
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import parse_names
-from kl_lens.profiling.benchmark import Report, UseSettings, run_places
-from kl_lens.profiling.in_use import InUse
+from kl_lens.profiling.benchmark import InUse, Report, UseSettings, run_places
 from kl_lens.run.folder import Run
 from kl_lens.study import settings as of
 from kl_lens.study.session import Session

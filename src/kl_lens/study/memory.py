@@ -10,8 +10,7 @@ from kl_lens.model.states import StateFormat
 from kl_lens.planning.problem import Choice, Group, Held
 from kl_lens.run.readings import KL
 from kl_lens.run.records import CACHES, SensitivityTable
-from kl_lens.targets.abilities import Usage
-from kl_lens.targets.base import Target
+from kl_lens.targets.abilities import Target, Usage
 from kl_lens.weights.recipes import FP16, Recipe
 
 

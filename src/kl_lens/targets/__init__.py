@@ -1,7 +1,6 @@
 """Files that real runtimes load, and sessions that run them."""
 
-from kl_lens.targets.abilities import StockRecipe as StockRecipe
-from kl_lens.targets.base import Target as Target
+from kl_lens.targets.abilities import StockRecipe as StockRecipe, Target as Target
 from kl_lens.targets.exporting import (
     earlier_artifact as earlier_artifact,
     exported_places as exported_places,

@@ -1,24 +1,28 @@
-"""What other code may ask of a target besides writing and opening files: one small class for each subject.
+"""A target: what other code may ask of a runtime and its files, one small class for each subject.
 
-Every answer has a default, so a target overrides only what its runtime does differently.
+Every answer besides those of `required.py` has a default, so a target overrides only what its runtime does differently.
+To add one, write its class and one line in `registry.py`. Code outside `targets/` names no target.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kl_lens.base.errors import TargetError, UnsupportedError
+from kl_lens.base.files import replacing, require_own_folder
 from kl_lens.run.records import Artifact, Component, Plan
-from kl_lens.targets.exporting import read_artifact
+from kl_lens.run.subjects import file_digest
+from kl_lens.targets.exporting import earlier_artifact, read_artifact, write_record
 from kl_lens.targets.required import Required
-from kl_lens.targets.session import SessionSettings
+from kl_lens.targets.session import CACHES, SessionSettings
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import Recipe, fitting_recipe, preferred
 
@@ -364,3 +368,65 @@ class Kernels(Required):
         raise UnsupportedError(
             f"KL Lens does not model what {self.title} does to activations"
         )
+
+
+class Target(
+    Storage,
+    Files,
+    Installing,
+    Devices,
+    Memory,
+    Kernels,
+    Dissecting,
+    Publishing,
+):
+    """One runtime: what it holds, how its files are written and opened, and how its kernels round."""
+
+    def export(
+        self, model: LoadedModel, plan: Plan, folder: Path, **options: Any
+    ) -> Artifact:
+        """Writes the files and their record (`artifact.json`), in place of an earlier export's.
+
+        On an error, or if the runtime cannot open the files, the folder stays as it was.
+        """
+        earlier = earlier_artifact(folder)
+        require_own_folder(folder)
+        model.beginning.settle(model)  # the files say it
+        with replacing(folder) as draft:
+            artifact = self.write(model, plan, draft, **options)
+            settings = artifact.settings | ({CACHES: plan.caches} if plan.caches else {})
+            artifact = replace(
+                artifact,
+                digests={name: file_digest(draft / name) for name in artifact.files},
+                realised_bytes=self.loaded_bytes(draft),
+                settings=settings,
+            )
+            write_record(draft, artifact)
+            if notes := [*self._tried(draft, folder), *self._left_out(model, artifact)]:
+                notes = [*settings.get("notes", ()), *notes]
+                artifact = replace(artifact, settings=settings | {"notes": notes})
+                write_record(draft, artifact)
+        for name in set(earlier.files if earlier else ()) - set(artifact.files):
+            (folder / name).unlink(missing_ok=True)
+        return artifact
+
+    def _tried(self, draft: Path, folder: Path) -> Iterator[str]:
+        """A note where there is no runtime; TargetError, about the folder of the export, if the files do not open."""
+        try:
+            note = self.try_out(draft)
+        except TargetError as error:
+            reason = str(error).replace(f"{draft}{os.sep}", "")
+            raise TargetError(
+                f"{self.title} cannot open the files exported to {folder}: "
+                + reason.replace(str(draft), str(folder))
+            ) from error
+        if note is not None:
+            yield note
+
+    def _left_out(self, model: LoadedModel, artifact: Artifact) -> Iterator[str]:
+        if model.further_heads and not artifact.settings.get("further_heads"):
+            yield (
+                f"left out: heads for further tokens ({len(model.further_heads)} tensors mtp.*), for which KL Lens "
+                f"knows no place in files for {self.title}. Text stays the same; speculative decoding with them is "
+                "lost"
+            )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.base.files import RECORD_FILE
@@ -36,7 +37,7 @@ from kl_lens.weights.formats import Format, get_format, known_formats
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
 
-Values = Callable[[torch.Tensor], torch.Tensor]
+Values = Callable[[Tensor], Tensor]
 
 # What a disagreement is about. A vocabulary turns text into other ids.
 METADATA = "metadata"
@@ -61,7 +62,7 @@ class StoredTensor:
     type: str  # as the runtime calls it: Q4_K, i4
     shape: tuple[int, ...]  # rows first
     bytes: int
-    read: Callable[[], torch.Tensor]  # its values in float32
+    read: Callable[[], Tensor]  # its values in float32
     format: str = ""  # our name of that type, if we have it
     grid: Format | None = None  # where we have none
 
@@ -79,15 +80,15 @@ class Part:
     tensor: StoredTensor | None  # None: the file lacks it
     parameter: str | None  # None: several, or none
     arrange: Values = lambda value: value
-    factors: float | torch.Tensor = 1.0
+    factors: float | Tensor = 1.0
     # What the file should hold, where that is not made from one parameter.
-    constant: torch.Tensor | None = None
+    constant: Tensor | None = None
 
-    def expected(self, parameter: torch.Tensor) -> torch.Tensor:
+    def expected(self, parameter: Tensor) -> Tensor:
         """The parameter as the file should hold it, before rounding."""
         return self.arrange(parameter.float() * self.factors).contiguous()
 
-    def written(self, values: torch.Tensor, into: torch.Tensor) -> torch.Tensor | None:
+    def written(self, values: Tensor, into: Tensor) -> Tensor | None:
         """The parameter with the file's values in place of its own; None if the way back is not known.
 
         The way back is found by sending zeros, ones and positions through `arrange`.
@@ -197,7 +198,7 @@ class FolderDissection(Dissection):
         self.path = folder
         self.config = read_json(folder / CONFIG_FILE)
         self.files = tuple(sorted(folder.glob("model*.safetensors")))
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file in self.files:
             try:
                 tensors |= load_file(file)
@@ -208,7 +209,7 @@ class FolderDissection(Dissection):
         self.tensors = tuple(self.stored(tensors))
 
     @abstractmethod
-    def stored(self, tensors: dict[str, torch.Tensor]) -> Iterator[StoredTensor]:
+    def stored(self, tensors: dict[str, Tensor]) -> Iterator[StoredTensor]:
         """The tensors of all files, those of a packed matrix as one."""
 
     @abstractmethod
@@ -225,7 +226,7 @@ class FolderDissection(Dissection):
         ]
 
 
-def unpacked(name: str, tensor: torch.Tensor) -> StoredTensor:
+def unpacked(name: str, tensor: Tensor) -> StoredTensor:
     """A tensor that is not quantized."""
     names = (name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
     format_name = next(names, "")
@@ -344,7 +345,7 @@ def rounding(fmt: Format | str) -> Values | None:
     if not isinstance(grid, Format) or grid.needs_importance:
         return None
 
-    def rounded(value: torch.Tensor) -> torch.Tensor:
+    def rounded(value: Tensor) -> Tensor:
         # Blocks that are longer than a row belong to what should not have been quantized.
         for rows in (value, value.reshape(1, -1)):
             if grid.fits(rows.shape) is None:
@@ -355,9 +356,7 @@ def rounding(fmt: Format | str) -> Values | None:
 
 
 def arrangements(
-    kind: Sequence[
-        tuple[torch.Tensor, tuple[int, ...], Callable[[], torch.Tensor], bool]
-    ],
+    kind: Sequence[tuple[Tensor, tuple[int, ...], Callable[[], Tensor], bool]],
 ) -> list[Values]:
     """How tensors of one kind follow from their parameters: as x, 1 + x, exp(x) or −exp(x), whichever fits most of
     them, so that a damaged one is not taken for another kind.
@@ -385,8 +384,8 @@ def arrangements(
 
 
 def _arranged(
-    change: Values, turned: bool, shape: tuple[int, ...], value: torch.Tensor
-) -> torch.Tensor:
+    change: Values, turned: bool, shape: tuple[int, ...], value: Tensor
+) -> Tensor:
     return change(value.T if turned else value).reshape(shape)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.base import Target
+from kl_lens.targets.abilities import Target
 from kl_lens.targets.exporting import (
     Piece,
     file_size,

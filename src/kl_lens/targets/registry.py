@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.base.errors import TargetError
 from kl_lens.base.files import RECORD_FILE
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.base import Target
+from kl_lens.targets.abilities import Target
 from kl_lens.targets.exporting import earlier_artifact, read_artifact, require_exported
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.targets.tokenizer import read_json

@@ -1,10 +1,8 @@
-"""compressed-tensors folders, opened by transformers: logits of exactly our weights, names for vLLM, every verb."""
+"""compressed-tensors folders, opened by transformers: logits of exactly our weights, names for vLLM."""
 
-import io
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,23 +13,20 @@ import transformers
 
 from kl_lens.base.errors import TargetError, UnsupportedError
 from kl_lens.base.system import ON_ARM
-from kl_lens.cli.main import main
 from kl_lens.model import LoadedModel, load
-from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan
-from kl_lens.run.subjects import current_results
 from kl_lens.targets import (
     SessionSettings,
     describe_target,
     export,
     get_target,
-    read_artifact,
 )
 from kl_lens.targets.dissection import known_name
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.recipes import FP16
 from tests.cli.conftest import tiny_folder as tiny_folder
 from tests.families import (
+    fed,
     in_turn,
     plain,
     tiny_model,
@@ -97,13 +92,9 @@ def test_transformers_computes_with_exactly_our_weights(
     tokens = ids[0].tolist()
     with get_target(NAME).open(tmp_path, SessionSettings()) as session:  # type: ignore[attr-defined]
         np.testing.assert_array_equal(session.logits(tokens), expected)
-        session.reset()
-        steps = [
-            session.prefill(tokens[:10]),
-            *(session.step(token) for token in tokens[10:20]),
-        ]
-        np.testing.assert_allclose(np.stack(steps), expected[9:20], atol=1e-4)
-        np.testing.assert_allclose(session.prefill(tokens[20:]), expected[-1], atol=1e-4)
+        sizes = (10, *[1] * 10, 4)
+        ends = np.cumsum(sizes) - 1
+        np.testing.assert_allclose(fed(session, ids, *sizes), expected[ends], atol=1e-4)
     parts = get_target(NAME).dissect(tmp_path).parts(model)
     weights = {component.weight for component in model.anatomy.candidates}
     quantized = [part for part in parts if part.parameter in weights]
@@ -129,21 +120,6 @@ def test_stock_recipes_are_llm_compressors() -> None:
         expected = "int4-g128" if whole_groups and not tied else FP16
         assert four[component.name] == expected
     assert set(four.values()) == {"int4-g128", FP16}
-
-
-@pytest.mark.parametrize("name", ["int4-g32", "uint4-g32", "int8"])
-def test_a_file_is_no_larger_than_its_parts_say(name: str, tmp_path: Path) -> None:
-    model = _model("mamba2")
-    target = get_target(NAME)
-    layers = [c for c in model.anatomy.candidates if c.kind in ("in_proj", "out_proj")]
-    plan = Plan("p", {c.name: name for c in layers}, "test")
-    grid = get_format(name)
-    parts = sum(grid.bytes(c.shape) + target.overhead(grid) for c in layers)
-    plain_size = target.file_bytes(model, Plan("p", {}, "test"))
-    bound = plain_size - sum(2 * c.parameters for c in layers) + parts
-    size = target.file_bytes(model, plan)
-    assert bound - 100 * len(layers) < size <= bound
-    assert target.overhead(get_format(FP16)) == 0
 
 
 def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
@@ -361,60 +337,3 @@ def test_vllm_writes_the_same_text_and_refuses_what_its_target_does(
     ]
     assert answers[:-1] == expected, ran.stderr[-2000:]
     assert answers[-1].startswith(f"REFUSED {refused} Failed to find a kernel")
-
-
-@pytest.mark.slow  # test_toy_target.py is quick and goes through every verb
-def test_every_verb(
-    tiny_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    original = shutil.copytree(tiny_folder, tmp_path / "tiny")
-    run = tmp_path / "run"
-    (original / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }} {% endfor %}the"
-    )
-    words = f"run {original} --run {run} --text {original / 'text.txt'} --held-out wikitext2:test --windows 2"
-    words += " --window-length 32 --evaluation-windows 2 --held-out-windows 4 --threads 1 --max-loss .05"
-    words += f" --evaluation-text wikitext2:train --targets {NAME} --without benchmark"
-    assert main(words.split()) == 0
-    with Run.open(run) as opened:
-        assert {
-            result.value["verdict"] for result in current_results(opened, "agreement")
-        } == {"agrees"}
-    (folder,) = (run / "artifacts" / NAME).glob("recommended-*")
-    record = read_artifact(folder)
-    assert {
-        tensor.component: tensor.realised for tensor in record.tensors if tensor.reason
-    } == {}
-    assert any("int" in tensor.realised for tensor in record.tensors)
-    capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.StringIO("the city\n"))
-    assert (
-        main(
-            ["generate", str(folder), "--chat", "--max-new-tokens", "3", "--threads", "1"]
-        )
-        == 0
-    )
-    assert capsys.readouterr().out.strip()
-    windows = ["--text", "wikitext2:test", "--windows", "2", "--window-length", "32"]
-    assert main(["autopsy", str(folder), "--against", str(original), *windows]) == 0
-    assert "Nothing is wrong" in capsys.readouterr().out
-    assert (
-        main(
-            [
-                "publish",
-                str(run),
-                NAME,
-                "--to",
-                "me/tiny",
-                "--dry-run",
-                "--base-model",
-                "org/tiny",
-            ]
-        )
-        == 0
-    )
-    (card,) = (run / "published").glob("*/README.md")
-    assert "hf download me/tiny" in card.read_text()

@@ -1,11 +1,10 @@
 """The integers on disk are those of kl_lens.weights.formats, each component exactly once."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,11 +12,8 @@ from torch import nn
 from kl_lens.base.system import ON_ARM
 from kl_lens.run.records import Plan
 from kl_lens.targets import describe_target, open_session, quarantine
-from kl_lens.targets.openvino import constants
-from kl_lens.targets.openvino.rewrites import operations
-from kl_lens.targets.openvino.session import read_graph
+from kl_lens.targets.dissection import StoredTensor
 from kl_lens.weights.formats import get_format
-from kl_lens.weights.formats.integer import ZeroPointFormat
 from tests.families import token_ids
 from tests.targets.openvino.conftest import (
     assert_same_logits,
@@ -59,16 +55,12 @@ ELEMENTS = {
 }
 
 
-def stored_in(folder: Path) -> dict[str, tuple[str, Any]]:
-    """Constant → element type and bytes."""
-    nodes = operations(read_graph(folder / "openvino_model.xml"), "Constant")
-    return {
-        n.get_friendly_name(): (
-            n.get_element_type().get_type_name(),
-            constants.raw_bytes(n),
-        )
-        for n in nodes
-    }
+def apart(folder: Path) -> dict[str, StoredTensor]:
+    """The file's tensors by name; it is our own, so it is not tried in another process first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quarantine, "require_opens", lambda *_: None)
+        tensors = describe_target("openvino").dissect(folder).tensors
+    return {tensor.name: tensor for tensor in tensors}
 
 
 @plans
@@ -76,74 +68,42 @@ def test_the_file_holds_the_formats_integers_and_computes_with_them(
     family: str, plan: str, exported: Callable
 ) -> None:
     case = exported(family, plan)
-    stored = stored_in(case.folder)
+    stored = apart(case.folder)
     anatomy = case.model.anatomy
     model = loaded(family).model
     formats_seen = set()
     names = {tensor.component: tensor.runtime_name for tensor in case.artifact.tensors}
     assert {c.name: c.weight for c in anatomy.candidates}.items() <= names.items()
-    names = [t.runtime_name for t in case.artifact.tensors if t.realised != "fp32"]
-    assert len(names) == len(set(names))
-    for tensor in case.artifact.tensors:
-        component = anatomy.component(tensor.component)
-        element, data = stored[tensor.runtime_name]
-        if tensor.realised == "fp32":
-            assert element == "f32"
+    for record in case.artifact.tensors:
+        component = anatomy.component(record.component)
+        tensor = stored[record.runtime_name]
+        if record.realised == "fp32":
+            assert tensor.type == "f32"
             continue
         assert component.quantizable
-        fmt = get_format(tensor.realised)
+        fmt = get_format(record.realised)
         weight = model.get_parameter(component.weight)
-        quantized = fmt.quantize(weight)
-        scales = stored[f"{tensor.runtime_name}/scale"][1]
-        assert element == ELEMENTS[fmt.name.partition("-")[0]]
-        np.testing.assert_array_equal(data, fmt.pack(quantized))
-        np.testing.assert_array_equal(
-            scales, quantized.scales.numpy().reshape(-1).view(np.uint8)
-        )
-        zero_points = np.empty(0, np.uint8)
-        if isinstance(fmt, ZeroPointFormat):
-            element, zero_points = stored[f"{tensor.runtime_name}/zero_point"]
-            assert element == ELEMENTS[fmt.name.partition("-")[0]]
-            np.testing.assert_array_equal(zero_points, fmt.pack_zero_points(quantized))
+        expected = fmt.roundtrip(weight)
+        assert torch.equal(tensor.read().reshape(weight.shape), expected)
+        kind = fmt.name.partition("-")[0]
+        assert tensor.type.partition(" ")[0] == ELEMENTS[kind]
         # Four bits really take half a byte: integers, scales and zero points are the format's own count.
-        size = data.nbytes + scales.nbytes + zero_points.nbytes
-        assert size == fmt.bytes(component.shape) == tensor.bytes
+        assert tensor.bytes == fmt.bytes(component.shape) == record.bytes
+        assert tensor.format == ("" if kind == "nf4" else fmt.name)
         formats_seen.add(fmt.name)
         with torch.no_grad():
-            weight.copy_(fmt.dequantize(quantized))
+            weight.copy_(expected)
     wanted = {
         "mixed": {"int8", "int4"},
         "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32", "mxfp4"},
     }
     assert wanted[plan] <= formats_seen
+    notes = case.artifact.settings.get("notes", [])
+    expands = any("expands mxfp4 and uint2-g64" in note for note in notes)
+    assert expands == (ON_ARM and plan == "unsigned")
     ids = token_ids(1, 70)
     session = open_session(case.folder, exact=True, threads=1)
     assert_same_logits(session.logits(ids[0].tolist()), reference(model, ids), 1e-4)
-
-
-def test_a_file_taken_apart_gives_the_same_values(
-    exported: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = exported("mamba", "unsigned")
-    monkeypatch.setattr(
-        quarantine, "require_opens", lambda *_: None
-    )  # it is our own file
-    apart = {
-        tensor.name: tensor
-        for tensor in describe_target("openvino").dissect(case.folder).tensors
-    }
-    for tensor in case.artifact.tensors:
-        if tensor.realised in ("uint2-g64", "mxfp4", "uint4-g32"):
-            weight = case.model.model.get_parameter(
-                case.model.anatomy.component(tensor.component).weight
-            )
-            stored = apart.pop(tensor.runtime_name)
-            expected = get_format(tensor.realised).roundtrip(weight)
-            assert torch.equal(stored.read().reshape(weight.shape), expected)
-            assert (stored.format, stored.bytes) == (tensor.realised, tensor.bytes)
-    notes = case.artifact.settings.get("notes", [])
-    expands = any("expands mxfp4 and uint2-g64" in note for note in notes)
-    assert expands == ON_ARM
 
 
 def test_bytes_on_disk_are_the_plans_and_a_tied_head_is_stored_once(
@@ -174,9 +134,8 @@ def test_bytes_on_disk_are_the_plans_and_a_tied_head_is_stored_once(
     anatomy = model.anatomy
     assert anatomy.head == anatomy.embedding
     size = anatomy.component(anatomy.embedding).parameters
-    large = [
-        name for name, (_, data) in stored_in(tmp_path).items() if data.nbytes == size
-    ]
+    stored = apart(tmp_path).values()
+    large = [tensor.name for tensor in stored if math.prod(tensor.shape) == size]
     assert large == ["backbone.embeddings.weight"]
 
 

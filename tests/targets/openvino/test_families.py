@@ -10,9 +10,9 @@ import torch
 
 from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Plan
-from kl_lens.targets import Session, open_session
+from kl_lens.targets import open_session
 from kl_lens.targets.openvino import capture
-from tests.families import token_ids
+from tests.families import fed, token_ids
 from tests.targets.openvino.conftest import assert_same_logits, export, loaded, reference
 
 QUICK = ("mamba", "mamba2", "jamba_experts")
@@ -29,26 +29,12 @@ def test_logits_equal_pytorchs(family: str, exported: Callable) -> None:
     case = exported(family)
     ids = token_ids(1, TOKENS)
     expected = reference(case.model.model, ids)
-    tokens = ids[0].tolist()
     session = open_session(case.folder, exact=True, threads=1)
-    assert isinstance(session, Session)
     assert session.vocabulary == expected.shape[1]
-
-    assert_same_logits(session.logits(tokens), expected, SHARE)
-
-    session.reset()
-    assert_same_logits(
-        np.stack([session.step(token) for token in tokens[:30]]), expected[:30], SHARE
-    )
-
-    session.reset()
-    ends = []
-    outputs = []
-    for size in (5, 1, 1, 70, 3, 10):
-        start = ends[-1] if ends else 0
-        outputs.append(session.prefill(tokens[start : start + size]))
-        ends.append(start + size)
-    assert_same_logits(np.stack(outputs), expected[np.array(ends) - 1], SHARE)
+    assert_same_logits(session.logits(ids[0].tolist()), expected, SHARE)
+    sizes = (*[1] * 12, 5, 1, 1, 65, 3, 3)
+    ends = np.cumsum(sizes) - 1
+    assert_same_logits(fed(session, ids, *sizes), expected[ends], SHARE)
     session.close()
 
 

@@ -32,7 +32,7 @@ from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
-    from kl_lens.targets.base import Target
+    from kl_lens.targets.abilities import Target
     from kl_lens.weights.formats import Format, Quantized
 
 _PACKED_AT_ONCE = 1 << 22  # weights

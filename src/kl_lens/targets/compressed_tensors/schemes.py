@@ -1,21 +1,20 @@
-"""config.json: one group of modules per scheme, under the names of transformers and of vLLM."""
+"""Schemes: those of config.json, under the names of transformers and of vLLM, and those of llm-compressor."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kl_lens.model import LoadedModel
 from kl_lens.model.anatomy import FUSED_GROUPS
+from kl_lens.run.records import Component
+from kl_lens.targets.abilities import StockRecipe, Target
 from kl_lens.targets.exporting import checkpoint_settings
-from kl_lens.weights.formats import FP16, Format, get_format
+from kl_lens.weights.formats import Format, get_format
 from kl_lens.weights.formats.integer import SignedScaleFormat, ZeroPointFormat
-
-if TYPE_CHECKING:
-    from kl_lens.model import LoadedModel
-    from kl_lens.run.records import Component
-    from kl_lens.weights.recipes import Recipe
+from kl_lens.weights.recipes import FP16, Recipe
 
 PACKED = "pack-quantized"
 # Model type → vLLM 0.32's names of modules where they are not transformers': a pattern and what takes its place.
@@ -108,3 +107,36 @@ def _in_vllm(name: str, model: LoadedModel) -> str:
             index = int(match.group(1)) + model.anatomy.blocks if match.groups() else 0
             name = re.sub(pattern, replacement.format(layer=index), name)
     return name
+
+
+# -- the schemes that llm-compressor's users choose: one for every Linear layer, the head left out --------------
+
+# Name → recipe, what llm-compressor calls it, and whether most people try it first. GPTQ is ours.
+_SCHEMES = {
+    "w4a16": (Recipe("int4-g128"), 'QuantizationModifier(scheme="W4A16")', True),
+    "w4a16.gptq": (Recipe("int4-g128", "gptq"), 'GPTQModifier(scheme="W4A16")', True),
+    "w4a16_asym": (
+        Recipe("uint4-g128"),
+        'QuantizationModifier(scheme="W4A16_ASYM")',
+        False,
+    ),
+    "w8a16": (Recipe("int8"), 'QuantizationModifier(scheme="W8A16")', True),
+}
+
+
+def stock_recipes(target: Target, model: LoadedModel) -> tuple[StockRecipe, ...]:
+    """llm-compressor stops at a matrix that groups do not divide; here it stays in 16 bits."""
+    recipes = []
+    for name, (recipe, spelled, usual) in _SCHEMES.items():
+        assignment = {
+            c.name: FP16
+            if c.name == model.anatomy.head
+            or target.keeps(c)
+            or target.holds(recipe.grid, c.shape)
+            else recipe
+            for c in model.anatomy.candidates
+        }
+        if set(assignment.values()) != {FP16}:
+            spelled = f'llm-compressor {spelled}, ignore=["lm_head"]'
+            recipes.append(StockRecipe(name, assignment, spelled, usual))
+    return tuple(recipes)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from kl_lens.base.errors import UnsupportedError
 from kl_lens.base.lazy import lazy_modules
 from kl_lens.run.records import Artifact, Component, Plan
-from kl_lens.targets.abilities import Health, StockRecipe
+from kl_lens.targets.abilities import StockRecipe
 from kl_lens.targets.exporting import CONFIG_FILE
 from kl_lens.targets.folders import FolderContents, FolderTarget, folder_of
 from kl_lens.targets.session import Session, SessionSettings
@@ -24,18 +23,10 @@ from kl_lens.weights.recipes import FP16, Recipe
 
 if TYPE_CHECKING:
     from kl_lens.model import LoadedModel
-    from kl_lens.targets.compressed_tensors import (
-        dissection,
-        export,
-        schemes,
-        session,
-        stock,
-    )
+    from kl_lens.targets.compressed_tensors import export, schemes, session
     from kl_lens.targets.dissection import Dissection
 else:  # they load torch, transformers and compressed-tensors
-    dissection, export, schemes, session, stock = lazy_modules(
-        __package__, "dissection", "export", "schemes", "session", "stock"
-    )
+    export, schemes, session = lazy_modules(__package__, "export", "schemes", "session")
 
 _LISTED_BYTES = 130  # of one tensor in a file's header: a little more than was seen
 
@@ -91,7 +82,7 @@ class CompressedTensorsTarget(FolderTarget):
         return (*self.recipes(learnt), *map(Recipe, {"int8"}.intersection(self.formats)))
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        return stock.stock_recipes(self, model)
+        return schemes.stock_recipes(self, model)
 
     def folder_contents(self, model: LoadedModel, plan: Plan) -> FolderContents:
         return export.folder_contents(self, self._checked(model), plan)
@@ -109,15 +100,6 @@ class CompressedTensorsTarget(FolderTarget):
         """Scales, zero points and shapes are more tensors of the file's list; a shape is two numbers."""
         return 0 if fmt.name == FP16 else (2 if fmt.symmetric else 3) * _LISTED_BYTES + 16
 
-    def health(self) -> Health:
-        if self.lacks():
-            return super().health()
-        version = metadata.version("compressed-tensors")
-        return Health(
-            f"transformers {self.version}",
-            (f"with compressed-tensors {version}, judges its files",),
-        )
-
     def dissects(self, path: Path) -> bool:
         quantization = read_json(folder_of(path) / CONFIG_FILE).get("quantization_config")
         method = (
@@ -126,7 +108,7 @@ class CompressedTensorsTarget(FolderTarget):
         return method == "compressed-tensors"
 
     def dissect(self, path: Path) -> Dissection:
-        return dissection.CompressedTensorsDissection(folder_of(path))
+        return session.CompressedTensorsDissection(folder_of(path))
 
     def open(self, path: Path, settings: SessionSettings) -> Session:
         return session.TransformersSession(folder_of(path), settings.threads)

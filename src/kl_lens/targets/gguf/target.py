@@ -20,8 +20,8 @@ from kl_lens.targets.abilities import (
     Footprint,
     Health,
     StockRecipe,
+    Target,
 )
-from kl_lens.targets.base import Target
 from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.header import parts_of, read_header

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kl_lens.base.errors import UnsupportedError, one_line
 from kl_lens.model import LoadedModel
@@ -37,7 +38,7 @@ from kl_lens.weights.recipes import FP16, Recipe
 from kl_lens.weights.store import WeightStore
 
 # A parameter's name and the parameter → what stands for it.
-Value = Callable[[str, torch.Tensor], torch.Tensor]
+Value = Callable[[str, Tensor], Tensor]
 _TOKENS = 24
 _WHOLE = 16  # of the comparison; the first are fed at once
 # Nats per token between PyTorch and mlx-lm in float32; rounding gives 1e-8.
@@ -59,11 +60,11 @@ class Matrix:
     name: str  # in mlx-lm, without .weight: backbone.layers.0.mixer.in_proj
     component: str
     shape: tuple[int, ...]
-    rows: torch.Tensor  # of the component, experts one below the other
+    rows: Tensor  # of the component, experts one below the other
     # That the component's rows are multiplied with: a number, or (…, rows, 1).
-    factors: float | torch.Tensor
+    factors: float | Tensor
 
-    def arranged(self, part: torch.Tensor) -> torch.Tensor:
+    def arranged(self, part: Tensor) -> Tensor:
         """Something of the component's with one row per row, in this parameter's order and shape."""
         return part.reshape(-1, part.shape[-1])[self.rows].reshape(*self.shape[:-1], -1)
 
@@ -75,7 +76,7 @@ class Layout:
     config: dict[str, Any]
     matrices: tuple[Matrix, ...]
     # Parameters outside plans: norms, convolutions, biases.
-    values: dict[str, torch.Tensor]
+    values: dict[str, Tensor]
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
 
@@ -130,13 +131,11 @@ def _layout(
     return Layout(config, tuple(matrices), values, sources, uncast)
 
 
-def as_tensor(array: Any) -> torch.Tensor:
+def as_tensor(array: Any) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _by_row(
-    factors: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]
-) -> float | torch.Tensor:
+def _by_row(factors: Tensor, rows: Tensor, shape: tuple[int, ...]) -> float | Tensor:
     """The factors of a parameter's rows as those of its component's rows."""
     if bool((factors == factors[0]).all()):
         return float(factors[0])
@@ -191,7 +190,7 @@ class _Probes:
             if number and not others:
                 self.sources[name] = components[number - 1].name
 
-        def numbered(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        def numbered(name: str, tensor: Tensor) -> Tensor:
             if name not in self._matrices:
                 return torch.zeros(())
             rows = tensor.shape[:-1]
@@ -199,22 +198,22 @@ class _Probes:
 
         self._rows = self._found(numbered)
 
-    def rows(self, name: str) -> torch.Tensor:
+    def rows(self, name: str) -> Tensor:
         """The rows of its component that a parameter consists of, in order."""
         return self._rows[name][..., 0].reshape(-1)
 
-    def factors(self, name: str) -> torch.Tensor:
+    def factors(self, name: str) -> Tensor:
         """What these rows are multiplied with."""
         return self._factors[name][..., 0].reshape(-1)
 
-    def _found(self, value: Value) -> dict[str, torch.Tensor]:
+    def _found(self, value: Value) -> dict[str, Tensor]:
         """The whole numbers that each parameter's elements had before mlx-lm multiplied and added."""
         return {
             name: ((probed - self._zeros[name]) / self._factors[name]).round().long()
             for name, probed in self._probed(value).items()
         }
 
-    def _probed(self, value: Value) -> dict[str, torch.Tensor]:
+    def _probed(self, value: Value) -> dict[str, Tensor]:
         # Of matrices two columns are enough; a single one could be taken for none.
         tensors = {}
         for name, tensor in self._state.items():
@@ -222,7 +221,7 @@ class _Probes:
             tensors[name] = value(name, part).float().expand(part.shape)
         return {name: as_tensor(a) for name, a in self._sanitized(tensors).items()}
 
-    def _sanitized(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def _sanitized(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Tensors under transformers' names as mlx-lm's parameters."""
         import mlx.core as mx
         from transformers.core_model_loading import revert_weight_conversion

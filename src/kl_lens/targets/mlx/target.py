@@ -125,17 +125,7 @@ class MLXTarget(FolderTarget):
             return "none"
 
     def health(self) -> Health:
-        if self.lacks():
-            return super().health()
-        import mlx.core as mx
-
-        gpu = mx.metal.is_available()
-        fact = (
-            "computes on the GPU with --device GPU"
-            if gpu
-            else "no Apple GPU: the CPU only, slow"
-        )
-        return Health(f"mlx {self.version}", (fact,))
+        return super().health() if self.lacks() else Health(f"mlx {self.version}")
 
     def require_device(self, device: str) -> None:
         import mlx.core as mx

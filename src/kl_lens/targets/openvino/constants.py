@@ -35,8 +35,9 @@ from kl_lens.weights.store import WeightStore, moved
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
 OURS = "kl_lens/"  # prefix of constants that we add: masks, ones, tables
 _CONVERTER_PREFIX = "self.model."
+Array = npt.NDArray[Any]
 Nodes = dict[str, list[Any]]  # by component
-Parts = list[npt.NDArray[Any]]  # what is stored of a weight: numbers, scales, zero points
+Parts = list[Array]  # what is stored of a weight: numbers, scales, zero points
 
 
 def map_weights(
@@ -111,17 +112,17 @@ class _Weights:
         buffers = (buffer for buffer in model.buffers() if buffer.is_floating_point())
         self._buffers = {_digest(_numbers(buffer)) for buffer in buffers}
 
-    def components_of(self, data: npt.NDArray[Any], digest: bytes) -> list[str]:
+    def components_of(self, data: Array, digest: bytes) -> list[str]:
         """The components that a constant may hold."""
         names = self.by_digest.get(digest) or self._plus_one.get(digest)
         return names or self._decayed(data) or self._scaled(data)
 
-    def explain(self, data: npt.NDArray[Any], digest: bytes) -> bool:
+    def explain(self, data: Array, digest: bytes) -> bool:
         """Whether it is a buffer, a row of a parameter, or what folded norms add to each channel."""
         vector = max(data.shape, default=1) == data.size
         return digest in self._buffers | self._rows or (self._may_fold and vector)
 
-    def _decayed(self, data: npt.NDArray[Any]) -> list[str]:
+    def _decayed(self, data: Array) -> list[str]:
         """The converter folds exp(A_log) into a constant, with its own exponential."""
         return [
             name
@@ -130,7 +131,7 @@ class _Weights:
             and np.allclose(data.reshape(-1), decay.reshape(-1), rtol=1e-6, atol=0)
         ]
 
-    def _scaled(self, data: npt.NDArray[Any]) -> list[str]:
+    def _scaled(self, data: Array) -> list[str]:
         """Whether a constant is a convolution's weight times one number per output channel: a folded batch norm."""
         for name, weight in self._convolutions.items():
             if weight.size == data.size and len(weight) == len(data):
@@ -148,7 +149,7 @@ def _numbers(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
     return tensor.detach().float().contiguous().numpy()
 
 
-def _digest(data: npt.NDArray[Any]) -> bytes:
+def _digest(data: Array) -> bytes:
     return hashlib.blake2b(
         np.ascontiguousarray(data).view(np.uint8).data, digest_size=16
     ).digest()
@@ -205,7 +206,7 @@ def place_weights(
     return placed
 
 
-def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> tuple[Any, Parts]:
+def _floating(data: Array, name: str, baseline: str) -> tuple[Any, Parts]:
     """FP16 by numpy's rounding: OpenVINO's own compression on saving doubles some tiny values."""
     stored = np.ascontiguousarray(data, np.float16 if baseline == FP16 else np.float32)
     if not np.isfinite(stored).all():

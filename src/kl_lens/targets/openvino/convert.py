@@ -20,7 +20,7 @@ import transformers
 from kl_lens.base.errors import TargetError, one_line
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.base import Target
+from kl_lens.targets.abilities import Target
 from kl_lens.targets.exporting import Choice, choices, record, write_beside
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.folder import (

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.base.lazy import lazy_modules
 from kl_lens.base.system import ON_ARM, ON_X86
 from kl_lens.run.records import Artifact, Plan
-from kl_lens.targets.abilities import Contents, ExportOption, Footprint, StockRecipe
-from kl_lens.targets.base import Target
+from kl_lens.targets.abilities import (
+    Contents,
+    ExportOption,
+    Footprint,
+    StockRecipe,
+    Target,
+)
 from kl_lens.targets.exporting import read_artifact
 from kl_lens.targets.openvino.folder import (
     IR_FILE,
