@@ -117,9 +117,8 @@ class Judge:
     """One model: makes files of it and lets their runtime judge them."""
 
     def __init__(self, name: str, test_windows: int, folder: Path) -> None:
-        self.model = opened(name)
+        self.model = opened(name).with_store(folder=folder / "weights")
         self.folder = folder
-        self.model.weights.keep_in(folder / "weights")
         tokenizer = self.model.require_tokenizer()
         self.text = prepare(
             "wikitext2:test", LanguageTask(tokenizer), window=512, limit=test_windows

@@ -29,8 +29,10 @@ class _Module:
 
 if TYPE_CHECKING:
     import torch as torch
+    from torch import Tensor as Tensor
 else:
     torch = _Module("torch")
+    Tensor = Any  # for annotations
 
 
 def lazy_modules(package: str, *names: str) -> Iterator[Any]:

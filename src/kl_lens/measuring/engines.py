@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kl_lens.base.accelerators import free_memory, runs_triton
 from kl_lens.base.system import DEFAULT_MEMORY
@@ -105,7 +106,7 @@ class Engine(ABC):
             self.model, perturbation.recipes, weights, self.deployed, perturbation.states
         )
 
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, ids: Tensor) -> Tensor:
         """The original model's logits, in this engine's precision."""
         return self.chain.full_logits(ids)
 
@@ -114,7 +115,7 @@ class Engine(ABC):
         """Bytes for the teacher's states; the rest of the budget is working memory."""
         return self.memory_budget // 2 // self.sharers
 
-    def slabs(self, ids: torch.Tensor) -> list[range]:
+    def slabs(self, ids: Tensor) -> list[range]:
         """Ranges of windows whose teacher states fit into the memory budget."""
         return ranges(len(ids), self.slab_windows(ids.shape[1]))
 
@@ -133,7 +134,7 @@ class Engine(ABC):
         """Windows of this length that run together."""
 
     @abstractmethod
-    def prepare(self, ids: torch.Tensor) -> None:
+    def prepare(self, ids: Tensor) -> None:
         """Runs the teacher on these windows (one slab); `measure` compares against it."""
 
     def groups(
@@ -190,7 +191,7 @@ class PlainEngine(Engine):
 
     name = "plain"
 
-    def prepare(self, ids: torch.Tensor) -> None:
+    def prepare(self, ids: Tensor) -> None:
         self.ids = ids.to(self.chain.device)
         self.targets = self.chain.task.targets(self.ids)
         self._batches = ranges(len(ids), self.batch_windows(ids.shape[1]))
@@ -212,7 +213,7 @@ class PlainEngine(Engine):
         targets = self.targets[windows.start : windows.stop].flatten()
         return TeacherRows.of(self._logits(windows), targets)
 
-    def _logits(self, windows: range) -> torch.Tensor:
+    def _logits(self, windows: range) -> Tensor:
         ids = self.ids[windows.start : windows.stop]
         return self.chain.full_logits(ids).flatten(0, 1)
 
@@ -269,11 +270,11 @@ class FastEngine(Engine):
     def _products(self) -> TensorCores:
         return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
 
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, ids: Tensor) -> Tensor:
         with self._products.active():
             return self.chain.full_logits(ids)
 
-    def prepare(self, ids: torch.Tensor) -> None:
+    def prepare(self, ids: Tensor) -> None:
         self.__dict__.pop("teacher", None)  # free the last slab first: two would not fit
         ids = ids.to(self.chain.device)
         with suppress(torch.OutOfMemoryError):
@@ -282,7 +283,7 @@ class FastEngine(Engine):
         _empty_gpu()
         self.teacher = self._run_teacher(ids)
 
-    def _run_teacher(self, ids: torch.Tensor) -> Teacher:
+    def _run_teacher(self, ids: Tensor) -> Teacher:
         budget = self.states_budget if self.model.residency is None else None
         on_gpu = self.chain.device.type != "cpu"
         most = self.memory_budget // 2 // self.sharers if on_gpu else None
@@ -377,7 +378,7 @@ class FastEngine(Engine):
             states = self.chain.finish(hidden, batch.calls)
             return self._compare(batch, list(states.chunk(len(students))))
 
-    def _states(self, batch: Batch, student: Student) -> torch.Tensor:
+    def _states(self, batch: Batch, student: Student) -> Tensor:
         """The states that enter the student's head."""
         if student.start == len(self.chain):
             return batch.states
@@ -400,7 +401,7 @@ class FastEngine(Engine):
     def _compare(
         self,
         batch: Batch,
-        states: Sequence[torch.Tensor],
+        states: Sequence[Tensor],
         own_head: Student | None = None,
     ) -> list[Rows]:
         """`own_head`: the student, if its head is perturbed too; the teacher's logits use the original head."""
@@ -414,7 +415,7 @@ class FastEngine(Engine):
         return [partial(np.concatenate, part) for part in parts]
 
     def _compare_on_gpu(
-        self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None
+        self, batch: Batch, states: Sequence[Tensor], own_head: Student | None
     ) -> list[Rows]:
         """The same without waiting for the GPU: the next student is quantized meanwhile."""
         from kl_lens.measuring.triton_metrics import SharedHead, compare_logits
@@ -425,7 +426,7 @@ class FastEngine(Engine):
         shared = SharedHead(head, scale) if fused else None  # type: ignore[arg-type]
         flat = [entering.flatten(0, 1) for entering in states]
         originals = batch.states.flatten(0, 1)
-        parts: list[list[torch.Tensor]] = [[] for _ in states]
+        parts: list[list[Tensor]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
             for part, entering in zip(parts, flat, strict=True):
                 if shared is None:
@@ -437,9 +438,7 @@ class FastEngine(Engine):
                     student = moved.add_(teacher.logits) if OBJECTIVES else moved
                 part.append(torch.column_stack([columns, *objectives(teacher, student)]))
 
-        def both(
-            entering: torch.Tensor, bad: torch.Tensor
-        ) -> tuple[TeacherRows, torch.Tensor]:
+        def both(entering: Tensor, bad: Tensor) -> tuple[TeacherRows, Tensor]:
             at = bad.to(entering.device)
             with self.teacher.running():
                 original = TeacherRows.of(
@@ -447,7 +446,7 @@ class FastEngine(Engine):
                 )
                 return original, self._logits(entering[at], own_head).float()
 
-        def later(rows: torch.Tensor, entering: torch.Tensor) -> Rows:
+        def later(rows: Tensor, entering: Tensor) -> Rows:
             """Starts the copy to the host now; the caller waits for it later while the GPU goes on."""
             host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             host.copy_(rows, non_blocking=True)
@@ -465,7 +464,7 @@ class FastEngine(Engine):
             for part, entering in zip(parts, flat, strict=True)
         ]
 
-    def _logits(self, states: torch.Tensor, own_head: Student | None) -> torch.Tensor:
+    def _logits(self, states: Tensor, own_head: Student | None) -> Tensor:
         if own_head is None:
             return self.chain.logits(states)
         with self.perturbed(own_head.perturbation, own_head.weights):

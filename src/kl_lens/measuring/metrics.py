@@ -24,6 +24,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kl_lens.base.accelerators import runs_triton
 from kl_lens.base.compiling import njit, prange
@@ -49,15 +50,13 @@ Floats = npt.NDArray[np.float64]  # (rows, columns), or one value per row or win
 class TeacherRows:
     """The original model's side of some rows."""
 
-    logits: torch.Tensor  # (rows, vocabulary), float32
-    lse: torch.Tensor  # (rows,), float64
-    top: torch.Tensor  # (rows,), int64
-    targets: torch.Tensor  # (rows,), int64: the true next token, -1 where there is none
+    logits: Tensor  # (rows, vocabulary), float32
+    lse: Tensor  # (rows,), float64
+    top: Tensor  # (rows,), int64
+    targets: Tensor  # (rows,), int64: the true next token, -1 where there is none
 
     @classmethod
-    def of(
-        cls, logits: torch.Tensor, targets: torch.Tensor, *, kernel: bool | None = None
-    ) -> Self:
+    def of(cls, logits: Tensor, targets: Tensor, *, kernel: bool | None = None) -> Self:
         """`kernel`: whether to use ours; None: if it is right."""
         logits = logits.float()
         if logits.device.type == "cpu" and (
@@ -73,7 +72,7 @@ class TeacherRows:
             top = logits.argmax(-1)
         return cls(logits, lse, top, targets)
 
-    def some(self, rows: torch.Tensor | slice) -> Self:
+    def some(self, rows: Tensor | slice) -> Self:
         """A few of the rows, by index."""
         at = rows if isinstance(rows, slice) else rows.to(self.lse.device)
         return type(self)(self.logits[at], self.lse[at], self.top[at], self.targets[at])
@@ -84,7 +83,7 @@ class TeacherRows:
         return self.logits.square().sum(-1, dtype=torch.float64).cpu().numpy()
 
     @property
-    def cross_entropy(self) -> torch.Tensor:
+    def cross_entropy(self) -> Tensor:
         """Per row, in nats; 0 where there is no target."""
         has_target = self.targets >= 0
         at_target = self.logits.gather(1, self.targets.clamp(min=0)[:, None])[
@@ -106,9 +105,7 @@ KL_TEACHER_STUDENT, KL_STUDENT_TEACHER, SQUARED_ERROR, DELTA_CROSS_ENTROPY, SAME
 )
 
 
-def compare(
-    teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True
-) -> Floats:
+def compare(teacher: TeacherRows, student: Tensor, *, kernel: bool = True) -> Floats:
     """(rows, columns): both divergences, Σ squared error, change in cross-entropy, same top token, and a column for
     each of `OBJECTIVES`."""
     student = student.float()
@@ -118,7 +115,7 @@ def compare(
     return np.column_stack([rows, *others])
 
 
-def objectives(teacher: TeacherRows, student: torch.Tensor) -> list[torch.Tensor]:
+def objectives(teacher: TeacherRows, student: Tensor) -> list[Tensor]:
     """(rows,) in double on the device for each of `OBJECTIVES`."""
     return [
         objective.rows(teacher.logits, student, teacher.targets).double()
@@ -126,7 +123,7 @@ def objectives(teacher: TeacherRows, student: torch.Tensor) -> list[torch.Tensor
     ]
 
 
-def _compare_by_kernel(teacher: TeacherRows, student: torch.Tensor) -> Floats:
+def _compare_by_kernel(teacher: TeacherRows, student: Tensor) -> Floats:
     if student.device.type == "cpu":
         out = np.empty((len(student), len(BUILT_IN)), np.float64)
         _compare(
@@ -200,9 +197,7 @@ def compared_metrics(device: str) -> list[Comparison]:
     return comparisons
 
 
-def mended(
-    rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torch.Tensor]]
-) -> Floats:
+def mended(rows: Floats, again: Callable[[Tensor], tuple[TeacherRows, Tensor]]) -> Floats:
     """The rows from a GPU's kernels; those that are NaN or infinite are computed again in plain torch.
 
     The kernels overflow where a student is certain of a token that the teacher thinks impossible. `again` gives the
@@ -215,7 +210,7 @@ def mended(
     return rows
 
 
-def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:
+def _compare_reference(teacher: TeacherRows, student: Tensor) -> Floats:
     """The same in plain torch with double sums."""
     lse = torch.logsumexp(student.double(), -1)
     exactness = student.dtype
@@ -250,7 +245,7 @@ def window_metrics(
     windows: Sequence[int],
     rows: Floats,
     signal: Floats,
-    targets: torch.Tensor,
+    targets: Tensor,
     vocabulary: int,
 ) -> list[Reading]:
     """The sums of each window, from the rows of compare() and the teacher's Σ squared logits of each row; `targets`:

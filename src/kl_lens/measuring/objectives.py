@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Objective:
     name: str
     # Logits of the original and of the perturbed model (rows, vocabulary), and the true next tokens (rows,; -1 where
     # there is none) → one value per row. Reported is the mean over rows.
-    rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    rows: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 OBJECTIVES: dict[str, Objective] = {}

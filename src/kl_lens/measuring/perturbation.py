@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kl_lens.base.errors import FormatError, RunError
 from kl_lens.model import Anatomy, LoadedModel
@@ -227,7 +227,7 @@ def _stored(recipe: Recipe, component: Component) -> tuple[Recipe | None, str | 
     )
 
 
-Replacement = tuple[torch.nn.Parameter, torch.Tensor]
+Replacement = tuple[torch.nn.Parameter, Tensor]
 
 
 def replacements(model: LoadedModel, perturbation: Perturbation) -> list[Replacement]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kl_lens.base.system import DEFAULT_MEMORY
 from kl_lens.measuring.engines import (
@@ -203,7 +204,7 @@ def _cost(group: Group, costs: Sequence[float]) -> float:
 def engine_for(
     name: str,
     model: LoadedModel,
-    ids: torch.Tensor,
+    ids: Tensor,
     memory_budget: int = DEFAULT_MEMORY,
     deployed: Kernels | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -247,7 +248,7 @@ class Job:
         )
 
 
-def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 2) -> dict[str, float]:
+def noise_floor(engine: Engine, ids: Tensor, windows: int = 2) -> dict[str, float]:
     """What is measured when there is no difference: the teacher against itself in another batch position.
 
     On tensor cores: twice their distance from float32, because teacher and student both run on them.

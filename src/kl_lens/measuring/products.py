@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from kl_lens.base.accelerators import runs_triton
@@ -96,12 +96,10 @@ class TensorCores:
             yield
 
 
-def _forward(module: nn.Linear, precision: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(module: nn.Linear, precision: str) -> Callable[[Tensor], Tensor]:
     from kl_lens.model.kernels.triton_products import linear
 
-    def multiply(
-        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if input.dtype != torch.float32:
             return functional.linear(input, weight, bias)
         return linear(input, weight, bias, precision)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kl_lens.base.errors import CheckpointError, FormatError, RunError, UnlearntError
@@ -168,7 +169,7 @@ class StoredStatistics:
         self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]
     ) -> None:
         """Writes finished components to a file, then to the index."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, statistics in moments.items():
             packed = _packed(statistics.second_moments)
             equal = (
@@ -228,12 +229,12 @@ class StoredStatistics:
         write_text(self.folder / _INDEX, json.dumps(index, indent=1) + "\n")
 
 
-def _packed(moments: torch.Tensor) -> torch.Tensor:
+def _packed(moments: Tensor) -> Tensor:
     row, column = torch.triu_indices(*moments.shape[-2:], device=moments.device)
     return moments[..., row, column].contiguous().cpu()
 
 
-def _unpacked(packed: torch.Tensor, columns: int) -> torch.Tensor:
+def _unpacked(packed: Tensor, columns: int) -> Tensor:
     row, column = torch.triu_indices(columns, columns, device=packed.device)
     full = packed.new_empty(*packed.shape[:-1], columns, columns)
     full[..., row, column] = packed
@@ -368,7 +369,7 @@ class _Gathering:
                     )
         self._stored.add(file, statistics, notes)
 
-    def _check_states(self, states: torch.Tensor, position: str, number: int) -> None:
+    def _check_states(self, states: Tensor, position: str, number: int) -> None:
         finite = torch.isfinite(states).flatten(1).all(1)
         if not bool(finite.all()):
             window = sum(map(len, self._batches[:number])) + int(
@@ -412,14 +413,14 @@ class Moments:
             False  # a product used only some of the columns: the moments are incomplete
         )
 
-    def add(self, inputs: torch.Tensor, expert: int = 0) -> None:
+    def add(self, inputs: Tensor, expert: int = 0) -> None:
         """Adds inputs of shape (…, columns)."""
         rows = inputs.reshape(-1, self.columns).float()
         self.sums[expert] += rows.T @ rows
         self.tokens[expert] += rows.shape[0]
 
     @property
-    def means(self) -> torch.Tensor:
+    def means(self) -> Tensor:
         """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up with the mean over all experts."""
         tokens = torch.tensor(self.tokens, dtype=torch.float64, device=self.sums.device)[
             :, None, None
@@ -438,7 +439,7 @@ class ProductWatch(TorchFunctionMode):
     """Within the block, every product with a watched weight adds its inputs to that weight's moments."""
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Moments]
+        self, weights: Mapping[str, Tensor], moments: Mapping[str, Moments]
     ) -> None:
         super().__init__()
         self._moments = moments
@@ -468,9 +469,7 @@ class ProductWatch(TorchFunctionMode):
                 self._see(first, second, transposed=True)
         return func(*args, **(kwargs or {}))
 
-    def _see(
-        self, inputs: torch.Tensor, operand: torch.Tensor, *, transposed: bool
-    ) -> bool:
+    def _see(self, inputs: Tensor, operand: Tensor, *, transposed: bool) -> bool:
         """Adds the inputs if the operand is (part of) a watched weight, (rows, columns) or its transpose."""
         owner = self._owner(operand)
         if owner is None:
@@ -488,7 +487,7 @@ class ProductWatch(TorchFunctionMode):
             moments.add(inputs, expert)
         return True
 
-    def _owner(self, operand: torch.Tensor) -> tuple[str, int | None] | None:
+    def _owner(self, operand: Tensor) -> tuple[str, int | None] | None:
         """The weight whose memory holds the operand, and its expert (None: not one whole expert)."""
         at = operand.data_ptr()
         index = bisect.bisect_right(self._starts, at) - 1

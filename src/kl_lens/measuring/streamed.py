@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
+from torch import Tensor
 
 from kl_lens.measuring.engines import FastEngine
 from kl_lens.measuring.perturbation import Perturbation, first_block
@@ -218,7 +218,7 @@ class StreamedEngine(FastEngine):
         self, flights: Sequence[_Flight], batch: Batch, number: int
     ) -> None:
         """All members together; those with their own head one by one."""
-        together: list[tuple[list[Reading], torch.Tensor]] = []
+        together: list[tuple[list[Reading], Tensor]] = []
         for flight in flights:
             states = self._final(flight, batch, number)
             head = self.student(flight.outside[0]) if len(states) == 1 else None
@@ -232,7 +232,7 @@ class StreamedEngine(FastEngine):
             for (windows, _), rows in zip(together, compared, strict=True):
                 windows += self._windows(batch, rows())
 
-    def _final(self, flight: _Flight, batch: Batch, number: int) -> list[torch.Tensor]:
+    def _final(self, flight: _Flight, batch: Batch, number: int) -> list[Tensor]:
         """Each member's input of the head."""
         if flight.start == len(self.chain):
             return [batch.states] * len(flight.members)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from kl_lens.measuring.metrics import Floats, TeacherRows
@@ -51,10 +52,10 @@ class Batch:
 
     windows: range  # indices into the ids that were given
     calls: BlockCalls
-    targets: torch.Tensor  # (windows, time): as `Task.targets` gives them
-    answers: torch.Tensor  # the same, on the host
+    targets: Tensor  # (windows, time): as `Task.targets` gives them
+    answers: Tensor  # the same, on the host
     inputs: list[States] = field(default_factory=list)  # of each block
-    states: torch.Tensor = field(init=False)  # (windows, time, width): the head's inputs
+    states: Tensor = field(init=False)  # (windows, time, width): the head's inputs
     stored_rows: TeacherRows | None = None  # logits of all rows, when memory suffices
     cross_entropy: Floats = field(init=False)  # of each window, summed
     signal: Floats = field(init=False)  # Σ squared logits of each row
@@ -71,7 +72,7 @@ class Teacher:
     def __init__(
         self,
         model: LoadedModel,
-        ids: torch.Tensor,
+        ids: Tensor,
         products: TensorCores,
         tokens: int,
         row_chunk: int,
@@ -162,4 +163,4 @@ def window_bytes(chain: Chain, time: int, width: int, vocabulary: int) -> int:
 
 def bytes_of(states: States) -> int:
     leaves = pytree.tree_leaves((states.hidden, dict(states.carried)))
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

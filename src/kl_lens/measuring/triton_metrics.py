@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kl_lens.model.kernels.triton_products import product, split
 
@@ -123,9 +124,7 @@ def _from_logits(  # type: ignore[no-untyped-def]
     tl.store(out + 6 * rows + row, tl.maximum(tl.max(largest, 0), at_top).to(tl.float64))
 
 
-def _finished(
-    sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def _finished(sums: Tensor, shift: Tensor, targets: Tensor) -> Tensor:
     """(rows, 5), as in `metrics.compare`, from (_SUMS, rows) in double."""
     forward, backward, linear, error, at_target, at_top, largest = sums
     x = linear + forward
@@ -146,11 +145,11 @@ def _finished(
 class SharedHead:
     """A head (vocabulary, width) that students share with the teacher, split once."""
 
-    def __init__(self, head: torch.Tensor, factor: float) -> None:
+    def __init__(self, head: Tensor, factor: float) -> None:
         self._halves = split(head, "tf32")
         self._factor = factor
 
-    def moved(self, states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    def moved(self, states: Tensor, original: Tensor) -> Tensor:
         """By how much logits (rows, vocabulary) differ, from both models' states (rows, width)."""
         moved = product(split(states - original, "tf32"), self._halves)
         if self._factor != 1.0:
@@ -158,9 +157,7 @@ class SharedHead:
         return moved
 
 
-def compare_logits(
-    teacher: Any, student: torch.Tensor, *, moved: bool = False
-) -> torch.Tensor:
+def compare_logits(teacher: Any, student: Tensor, *, moved: bool = False) -> Tensor:
     """(rows, 5) in double on the device, from a `metrics.TeacherRows` and logits (rows, vocabulary); `moved`: these are
     differences from the teacher's."""
     logits = teacher.logits

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kl_lens.model import LoadedModel
@@ -41,7 +42,7 @@ class TuningRates:
 def tuned(
     model: LoadedModel,
     recipes: Mapping[str, Recipe],
-    ids: torch.Tensor,
+    ids: Tensor,
     rates: TuningRates | None = None,
     progress: Callable[[int, int], None] = lambda finished, steps: None,
 ) -> dict[str, Quantized]:
@@ -96,10 +97,10 @@ class _Tunable:
         ]
 
     @property
-    def factors(self) -> list[torch.Tensor]:
+    def factors(self) -> list[Tensor]:
         return [*self._whole_factors, *self._small_factors]
 
-    def _basis(self, index: int) -> torch.Tensor:
+    def _basis(self, index: int) -> Tensor:
         """The values with one scale at 1 and the others at 0, (…, rows, blocks, groups, columns of a group)."""
         scales = [
             torch.full_like(scale, float(i == index))
@@ -117,10 +118,10 @@ class _Tunable:
             -1, (self._scales[0].shape[-1], groups, -1)
         )
 
-    def _stored_scales(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _stored_scales(self) -> tuple[list[Tensor], list[Tensor]]:
         """As the file has them, with gradients as if they were not rounded."""
         whole = [
-            _rounded(s * f, torch.Tensor.half)
+            _rounded(s * f, Tensor.half)
             for s, f in zip(self._scales, self._whole_factors, strict=True)
         ]
         small = [
@@ -129,7 +130,7 @@ class _Tunable:
         ]
         return whole, small
 
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """The float32 weight, with gradients."""
         if not self.factors:
             return self._format.dequantize(self._quantized)
@@ -156,14 +157,12 @@ class _Tunable:
         return with_small_scales(self._format, tuned, small) if small else tuned
 
 
-def _rounded(
-    exact: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def _rounded(exact: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
     """Rounded, with the gradient of what is not (straight-through)."""
     return exact + (rounding(exact).float() - exact).detach()
 
 
-def _on_grid(exact: torch.Tensor, lowest: int, highest: int) -> torch.Tensor:
+def _on_grid(exact: Tensor, lowest: int, highest: int) -> Tensor:
     return exact.round().clamp(lowest, highest)
 
 
@@ -184,10 +183,10 @@ class _Student(torch.nn.Module):
             for name, ids in identities.items()
         }
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         return self._opened.task.forward(self.model, ids)
 
-    def backward(self, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
+    def backward(self, ids: Tensor, weights: Mapping[str, Tensor]) -> None:
         """Adds the gradients of the KL per token to the leaves behind `weights`."""
         chain = self._opened.chain
         leaves = {

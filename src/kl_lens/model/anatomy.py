@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kl_lens.base.errors import CheckpointError
@@ -318,7 +317,7 @@ class _Watcher(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, tensor: Any, axis: int) -> None:
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+        if not isinstance(tensor, Tensor) or tensor.dim() < 2:
             return
         for key, parameter in self._parameters.items():
             # Compare present addresses: weights on disk are somewhere else each time, or have no size.

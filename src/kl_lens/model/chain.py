@@ -34,7 +34,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from kl_lens.base.errors import CheckpointError, one_line
@@ -82,7 +82,7 @@ class Board:
 class States:
     """The input of a block: hidden states, and outputs of earlier blocks that it or later ones take."""
 
-    hidden: torch.Tensor  # (batch, positions, width), or (batch, channels, height, width)
+    hidden: Tensor  # (batch, positions, width), or (batch, channels, height, width)
     # Tensors, and contents of boards.
     carried: Mapping[Given | Board, Any] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class States:
         """Joins several batches at the same block."""
 
         def joined(*values: Any) -> Any:
-            is_batch = isinstance(values[0], torch.Tensor) and values[0].dim()
+            is_batch = isinstance(values[0], Tensor) and values[0].dim()
             return torch.cat(values) if is_batch else values[0]
 
         hidden = torch.cat([part.hidden for part in parts])
@@ -102,10 +102,10 @@ class States:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among a block's arguments: (batch, positions, width), else an image with four axes."""
     values = [*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values()]
-    real = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    real = [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
     for axes in (3, 4):
         for value in real:
             if value.dim() == axes:
@@ -121,7 +121,7 @@ def marked(call: Arguments, marks: Mapping[int, Given], boards: set[str]) -> Arg
     def mark(value: Any) -> Any:
         if value is hidden:
             return HIDDEN
-        return marks.get(id(value), value) if isinstance(value, torch.Tensor) else value
+        return marks.get(id(value), value) if isinstance(value, Tensor) else value
 
     kwargs = {
         name: Board(name, copy.copy(v)) if name in boards else v
@@ -143,8 +143,8 @@ class _Stop(Exception):
 class BlockCalls:
     """For one batch of ids: the input of the first block, and every block's other arguments."""
 
-    ids: torch.Tensor  # (batch, time), or (windows, images)
-    hidden: torch.Tensor  # (batch, positions, width): may exceed time (meta tokens)
+    ids: Tensor  # (batch, time), or (windows, images)
+    hidden: Tensor  # (batch, positions, width): may exceed time (meta tokens)
     arguments: tuple[Arguments, ...]
 
     @cached_property
@@ -202,7 +202,7 @@ class Chain:
         )
         calls: list[Arguments] = []
         outputs: list[Any] = []
-        at_head: list[torch.Tensor] = []
+        at_head: list[Tensor] = []
         boards: list[dict[str, dict[Any, Any]]] = []
         self._boards: set[str] = set()  # dictionary arguments that blocks write to
 
@@ -241,7 +241,7 @@ class Chain:
         self._reshapes = len({states.shape for states in hidden}) > 1
         self.head_scale = _factor(at_head, logits)
 
-    def _first_forward(self, ids: torch.Tensor) -> None:
+    def _first_forward(self, ids: Tensor) -> None:
         try:
             logits = self._forward(ids).float()
         except Exception as error:  # a model's own code may raise anything
@@ -255,13 +255,13 @@ class Chain:
                 f"{type(self.model).__name__} is not causal: a token's output depends on later tokens; {MEASURED}"
             )
 
-    def _rounding(self, logits: torch.Tensor) -> float:
+    def _rounding(self, logits: Tensor) -> float:
         """What two ways to compute these logits may differ by."""
         return ROUNDING.get(next(self.model.parameters()).dtype, _HALF_ROUNDING) * float(
             logits.abs().max()
         )
 
-    def _batched_arguments(self, ids: torch.Tensor) -> list[Any]:
+    def _batched_arguments(self, ids: Tensor) -> list[Any]:
         """For every argument of every block: is its first axis the batch? Found by comparing a batch of two with a
         batch of three at the length in use: the mask of a sliding window, for example, exists only if the text is
         longer than the window."""
@@ -271,7 +271,7 @@ class Chain:
             sizes = (two.hidden.shape[0], three.hidden.shape[0])
 
             def is_batched(a: Any, b: Any) -> bool:
-                is_array = isinstance(a, torch.Tensor) and a.dim() > 0
+                is_array = isinstance(a, Tensor) and a.dim() > 0
                 return is_array and (a.shape[0], b.shape[0]) == sizes
 
             self._batched[length] = [
@@ -282,7 +282,7 @@ class Chain:
 
     # -- trusting it ------------------------------------------------------------------------------------
 
-    def doubt(self, ids: torch.Tensor) -> str | None:
+    def doubt(self, ids: Tensor) -> str | None:
         """Why this model cannot be run in parts on windows of this length; None if it can. Tested on the first window,
         once per length: run in two parts, and stacked from the middle on, the chain must give the logits of the model's
         own forward."""
@@ -290,7 +290,7 @@ class Chain:
             self._doubts[length] = self._found_doubt(ids[:1])
         return self._doubts[length]
 
-    def _found_doubt(self, ids: torch.Tensor) -> str | None:
+    def _found_doubt(self, ids: Tensor) -> str | None:
         expected = self.full_logits(ids).float()
         try:
             calls = self.calls(ids)
@@ -332,7 +332,7 @@ class Chain:
 
     def compared_kernels(
         self,
-        ids: torch.Tensor | None = None,
+        ids: Tensor | None = None,
         *,
         gradients: bool = False,
         around: AbstractContextManager[Any] | None = None,
@@ -380,31 +380,31 @@ class Chain:
     def _replaceable(self) -> list[nn.Module]:
         return replaceable(self.model)
 
-    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def _forward(self, ids: Tensor) -> Tensor:
         with torch.inference_mode(), self._kernels():
             return self.task.forward(self.model, ids.to(self.device))
 
-    def full_logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def full_logits(self, ids: Tensor) -> Tensor:
         """The model's own forward: (batch, time, vocabulary)."""
         self.uses_kernels()
         return self._forward(ids)
 
-    def final_states(self, ids: torch.Tensor) -> torch.Tensor:
+    def final_states(self, ids: Tensor) -> Tensor:
         """The inputs of the head in the model's own forward: (batch, time, width)."""
         self.uses_kernels()
         with _stopping_at(self.head) as inputs:
             self._forward(ids)
         return inputs[0].reshape(*ids.shape, -1)
 
-    def calls(self, ids: torch.Tensor) -> BlockCalls:
+    def calls(self, ids: Tensor) -> BlockCalls:
         """The input of the first block for these ids, and the other arguments of every block."""
         self.uses_kernels()
         ids = ids.to(self.device)
         calls: list[Arguments] = []
         marks: dict[int, Given] = {}
-        states: list[torch.Tensor] = []  # kept alive, so that their ids stay unique
+        states: list[Tensor] = []  # kept alive, so that their ids stay unique
 
-        def bypass(args: Any, kwargs: Any) -> torch.Tensor:
+        def bypass(args: Any, kwargs: Any) -> Tensor:
             hidden = hidden_of(args, kwargs)
             calls.append(marked((args, kwargs), marks, self._boards))
             states.append(hidden)
@@ -422,7 +422,7 @@ class Chain:
 
     def run(
         self,
-        states: States | torch.Tensor,
+        states: States | Tensor,
         calls: BlockCalls,
         start: int,
         stop: int | None = None,
@@ -431,7 +431,7 @@ class Chain:
         of the batch along the first axis; the arguments are repeated to fit. A plain tensor will do for the first
         block, or if nothing else passes between blocks."""
         stop = len(self) if stop is None else stop
-        if isinstance(states, torch.Tensor):
+        if isinstance(states, Tensor):
             states = States(states)
         copies, remainder = divmod(states.hidden.shape[0], calls.hidden.shape[0])
         if remainder or not copies:
@@ -480,7 +480,7 @@ class Chain:
         batched = self._batched_arguments(calls.ids)[index]
         return pytree.tree_map(repeat, calls.arguments[index], batched)
 
-    def finish(self, states: States | torch.Tensor, calls: BlockCalls) -> torch.Tensor:
+    def finish(self, states: States | Tensor, calls: BlockCalls) -> Tensor:
         """From the last block's output to the head's input: (batch, time, width)."""
         hidden = states.hidden if isinstance(states, States) else states
         ids = calls.ids.repeat(hidden.shape[0] // calls.hidden.shape[0], 1)
@@ -491,7 +491,7 @@ class Chain:
             self._forward(ids)
         return inputs[0].reshape(*ids.shape, -1)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """Logits of head inputs, (…, width) → (…, vocabulary)."""
         with torch.inference_mode():
             if self.head_scale is not None:
@@ -507,14 +507,14 @@ class Chain:
             return logits.reshape(*states.shape[:-1], -1)
 
     def _blocks_bypassed(
-        self, hidden_for: Callable[[Any, Any], torch.Tensor]
+        self, hidden_for: Callable[[Any, Any], Tensor]
     ) -> AbstractContextManager[None]:
         """Within the block, each block returns `hidden_for(args, kwargs)`, and marks for its other outputs."""
 
         def stand_in(index: int) -> Callable[..., Any]:
             leaves, structure = self._outputs[index]
             marks = [
-                Given(index, n) if isinstance(leaf, torch.Tensor) else leaf
+                Given(index, n) if isinstance(leaf, Tensor) else leaf
                 for n, leaf in enumerate(leaves)
             ]
 
@@ -531,9 +531,9 @@ class Chain:
 
 
 @contextmanager
-def _stopping_at(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+def _stopping_at(module: nn.Module) -> Iterator[list[Tensor]]:
     """Within the block, a forward stops at `module`; yields its inputs."""
-    inputs: list[torch.Tensor] = []
+    inputs: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
         inputs.append(args[0])
@@ -543,12 +543,12 @@ def _stopping_at(module: nn.Module) -> Iterator[list[torch.Tensor]]:
         yield inputs
 
 
-def _typical_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+def _typical_error(logits: Tensor, expected: Tensor) -> float:
     """A larger batch rounds differently, and a token may go to another expert, so only most rows must agree."""
     return float((logits - expected).abs().amax(-1).median())
 
 
-def _factor(at_head: list[torch.Tensor], logits: torch.Tensor) -> float | None:
+def _factor(at_head: list[Tensor], logits: Tensor) -> float | None:
     """The factor between the head's output and the logits; None if it is not a plain factor."""
     if len(at_head) != 1 or at_head[0].numel() != logits.numel():
         return None

@@ -15,6 +15,7 @@ from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.base.files import damage, tensor_digest
@@ -66,11 +67,9 @@ class Stored:
     bytes: int
     begin: int = 0  # in a safetensors file
     # Of other files, mapped.
-    pickled: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    pickled: Tensor | None = field(default=None, compare=False, repr=False)
     # Of files in another program's format: reads the values.
-    made: Callable[[], torch.Tensor] | None = field(
-        default=None, compare=False, repr=False
-    )
+    made: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -231,11 +230,11 @@ def _contents(path: Path) -> Iterator[Stored]:
             yield Stored(path, name, kind, shape, tensor.nbytes, pickled=tensor)
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def read_stored(stored: Stored) -> torch.Tensor:
+def read_stored(stored: Stored) -> Tensor:
     """The values of one tensor."""
     if stored.made is not None:
         return stored.made()
@@ -245,9 +244,7 @@ def read_stored(stored: Stored) -> torch.Tensor:
         return file.get_tensor(stored.name)
 
 
-def refuse_broken_numbers(
-    folder: Path, named: Iterable[tuple[str, torch.Tensor]]
-) -> None:
+def refuse_broken_numbers(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
     """Raises for NaN or infinity: every measurement would be wrong."""
     for name, tensor in named:
         if not tensor.is_floating_point() or not tensor.numel():
@@ -261,7 +258,7 @@ def refuse_broken_numbers(
         )
 
 
-def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+def weights_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     """Of tensors by their names: two models with one digest are one."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in named:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from kl_lens.base.errors import CheckpointError, TextError, one_line
@@ -351,12 +351,12 @@ class ImageTask:
     def lost(self, windows: Windows, perplexity: float) -> str | None:
         return None
 
-    def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
+    def sample(self, model: nn.Module, windows: int, rows: int) -> Tensor:
         shape = (windows * rows, *self.shape)
         noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         return torch.tensor([*map(add_picture, noise)]).view(windows, rows)
 
-    def blank(self, windows: int, rows: int) -> torch.Tensor:
+    def blank(self, windows: int, rows: int) -> Tensor:
         black = np.zeros(self.shape, np.uint8)
         return torch.full((windows, rows), add_picture(black))
 
@@ -375,14 +375,14 @@ class ImageTask:
         layout = "channels_first"
         return self.processor(images, input_data_format=layout, **options)["pixel_values"]
 
-    def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, model: nn.Module, ids: Tensor) -> Tensor:
         parameter = next(model.parameters())
         pixels = torch.from_numpy(self.inputs(ids.flatten().tolist()))
         output = model(pixels.to(parameter.device, parameter.dtype))
-        logits = output if isinstance(output, torch.Tensor) else output["logits"]
+        logits = output if isinstance(output, Tensor) else output["logits"]
         return logits.reshape(*ids.shape, -1)
 
-    def targets(self, ids: torch.Tensor) -> torch.Tensor:
+    def targets(self, ids: Tensor) -> Tensor:
         labels = [label for _, label in _pictures(ids.flatten().tolist())]
         return torch.tensor(labels, device=ids.device).reshape(ids.shape)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.files import reference_path
@@ -135,7 +136,7 @@ class LoadedModel:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def weight(self, component: str) -> torch.Tensor:
+    def weight(self, component: str) -> Tensor:
         """The weight of a component that may be quantized; with `state`, this makes it a `WeightSource`."""
         entry = self.anatomy.component(component)
         if not entry.quantizable:
@@ -148,7 +149,7 @@ class LoadedModel:
         untouched = self.residency is not None and self.residency.is_untouched(parameter)
         return None if untouched else state_of(parameter)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """A parameter's values, read from disk if they are not in memory."""
         parameter = self.model.get_parameter(name)
         if self.residency is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kl_lens.base.accelerators import free_memory
 from kl_lens.base.errors import CheckpointError
@@ -81,8 +81,8 @@ class _Matrix:
 
     parameter: nn.Parameter
     name: str  # on disk
-    absent: torch.Tensor  # NaN in the matrix's shape, taking no memory
-    loaded: torch.Tensor | None = None
+    absent: Tensor  # NaN in the matrix's shape, taking no memory
+    loaded: Tensor | None = None
     holders: int = 0
 
     @property
@@ -91,7 +91,7 @@ class _Matrix:
 
 
 # Matrices by their names on disk; on a GPU, what to wait for before they are used.
-_Arrivals = tuple[dict[str, torch.Tensor], torch.cuda.Event | None]
+_Arrivals = tuple[dict[str, Tensor], torch.cuda.Event | None]
 
 
 def _parameters(module: nn.Module) -> int:
@@ -131,7 +131,7 @@ class Residency:
         self._host_room = 0
         self._matrices: dict[int, _Matrix] = {}  # by id of the parameter
         # For a GPU: the stored form, on the card or in host memory.
-        self.cached: dict[str, torch.Tensor] = {}
+        self.cached: dict[str, Tensor] = {}
         self._units: dict[nn.Module, list[_Matrix]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
         join_twins(model, self.tensors.is_twice)
@@ -176,7 +176,7 @@ class Residency:
         self._matrices[id(parameter)] = _Matrix(parameter, name, absent)
         return parameter
 
-    def _checked(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _checked(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor as the model would have it in memory, by its name, read once. Raises for NaN or infinity."""
         for name, tensor in sorted(self.model.state_dict(keep_vars=True).items()):
             matrix = self._matrices.get(id(tensor))
@@ -273,14 +273,14 @@ class Residency:
                     loaded.callback(self._leave, unit)
             yield
 
-    def original(self, parameter: torch.Tensor) -> torch.Tensor:
+    def original(self, parameter: Tensor) -> Tensor:
         """A parameter's values, loaded or not."""
         matrix = self._matrices.get(id(parameter))
         if matrix is None or not matrix.is_absent:
             return parameter.detach()
         return self._brought(self._stored(matrix.name))
 
-    def is_untouched(self, parameter: torch.Tensor) -> bool:
+    def is_untouched(self, parameter: Tensor) -> bool:
         """Whether its values, loaded or not, are those on disk."""
         matrix = self._matrices.get(id(parameter))
         if matrix is None:
@@ -334,7 +334,7 @@ class Residency:
             brought = {m.name: self._brought(self._stored(m.name)) for m in matrices}
             return brought, None if stream is None else stream.record_event()
 
-    def _handed_over(self, arrivals: _Arrivals) -> dict[str, torch.Tensor]:
+    def _handed_over(self, arrivals: _Arrivals) -> dict[str, Tensor]:
         brought, copied = arrivals
         if copied is not None:
             stream = torch.cuda.current_stream(self.device)
@@ -343,7 +343,7 @@ class Residency:
                 tensor.record_stream(stream)
         return brought
 
-    def _stored(self, name: str) -> torch.Tensor:
+    def _stored(self, name: str) -> Tensor:
         """The stored form: kept on the card or in host memory while there is room, else from disk."""
         if name in self.cached:
             return self.cached[name]
@@ -355,7 +355,7 @@ class Residency:
             self.cached[name] = tensor
         return tensor
 
-    def _brought(self, stored: torch.Tensor) -> torch.Tensor:
+    def _brought(self, stored: Tensor) -> Tensor:
         with torch.inference_mode(False):
             return stored.to(self.device, non_blocking=True).to(self.dtype)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kl_lens.base.errors import FormatError
 from kl_lens.run.records import CACHES, STATE
@@ -122,7 +122,7 @@ class StateFormat:
         scale_bits = scale / self.group(width, states) if self.numbers.scaled else 0
         return (self.numbers.bits + scale_bits) * (1 + self.feedback)
 
-    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+    def rounded(self, values: Tensor) -> Tensor:
         """Values (…, width, states) as they come back, without feedback."""
         numbers = self.numbers
         shape = values.shape

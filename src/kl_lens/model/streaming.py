@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -76,7 +77,7 @@ class _Assembly:
     config: Any
     is_turned: bool  # stored transposed
 
-    def made(self, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
+    def made(self, read: Callable[[Stored], Tensor]) -> Tensor:
         if self.converter is None:
             tensor = read(self.parts[0][1])
             return tensor.T.contiguous() if self.is_turned else tensor
@@ -138,7 +139,7 @@ class CheckpointTensors:
             for name, assembly in self._assemblies.items()
         }
 
-    def places(self, wanted: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    def places(self, wanted: Mapping[str, Tensor]) -> dict[int, str]:
         """Where a model's tensors are stored, by id: a shared one under one of its names. Raises for tensors that
         are missing or of another shape, and for stored ones that the model does not have."""
         names: dict[int, list[str]] = defaultdict(list)
@@ -188,7 +189,7 @@ class CheckpointTensors:
     def stored_bytes(self, name: str) -> int:
         return sum(part.bytes for _, part in self._assemblies[name].parts)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         return self._assemblies[name].made(self._tensor)
 
     def close(self) -> None:
@@ -196,7 +197,7 @@ class CheckpointTensors:
         for file in self._files.values():
             file.close()
 
-    def _tensor(self, stored: Stored) -> torch.Tensor:
+    def _tensor(self, stored: Stored) -> Tensor:
         if stored.made is not None:
             return stored.made()
         if stored.pickled is not None:

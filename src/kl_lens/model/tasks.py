@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kl_lens.base.errors import CheckpointError, TextError
 from kl_lens.model.images import ImageTask, last_linear
@@ -132,13 +132,13 @@ class LanguageTask:
             )
         return windows
 
-    def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
+    def sample(self, model: nn.Module, windows: int, rows: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(
             0, vocabulary_size(model), (windows, rows), generator=generator
         )
 
-    def blank(self, windows: int, rows: int) -> torch.Tensor:
+    def blank(self, windows: int, rows: int) -> Tensor:
         return torch.zeros(windows, rows, dtype=torch.long)
 
     def head(self, model: nn.Module) -> nn.Module:
@@ -151,11 +151,11 @@ class LanguageTask:
             )
         return head
 
-    def forward(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, model: nn.Module, ids: Tensor) -> Tensor:
         output = model(input_ids=ids, use_cache=False)
         return output.logits if hasattr(output, "logits") else output[0]
 
-    def targets(self, ids: torch.Tensor) -> torch.Tensor:
+    def targets(self, ids: Tensor) -> Tensor:
         """The next tokens; -1 behind the last, UNCOUNTED behind BOS."""
         targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1)
         bos = None if self.tokenizer is None else beginning_of(self.tokenizer)

@@ -6,7 +6,6 @@ expensive methods are cached on disk if the store has a folder.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import FormatError, UnlearntError
@@ -31,7 +31,7 @@ DISK_BUDGET = 4 * 10**9
 MEMORY_BUDGET = 256 << 20
 _EXPERTS = 4  # that show what all lose
 _ROWS_AT_ONCE = 1 << 24  # weights converted to float32 at a time
-Factors = float | torch.Tensor  # one factor, or (rows, 1)
+Factors = float | Tensor  # one factor, or (rows, 1)
 
 
 class WeightSource(Protocol):
@@ -41,7 +41,7 @@ class WeightSource(Protocol):
     def device(self) -> torch.device:
         """Where the weights are."""
 
-    def weight(self, component: str) -> torch.Tensor:
+    def weight(self, component: str) -> Tensor:
         """The component's weight, (…, rows, columns), in its own type and on its own device."""
 
     def state(self, component: str) -> Hashable:
@@ -69,22 +69,16 @@ class WeightStore:
         folder: Path | None = None,
         disk_budget: int = DISK_BUDGET,
     ) -> None:
+        """`folder`: where expensive results are cached."""
         self._source = source
         self._statistics = statistics
-        self._disk: DiskCache | None = None
-        self._tuned: DiskCache | None = None
-        if folder is not None:
-            self.keep_in(folder, disk_budget)
+        self._disk = folder and DiskCache(folder, disk_budget)
+        self._tuned = folder and DiskCache(folder.parent / TUNED, sys.maxsize)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
         # (component, recipe or None for the original, state of the weight) → digest.
         self._digests: dict[tuple[Hashable, ...], str] = {}
         self._last: tuple[tuple[str, Statistics], InputStatistics] | None = None
-
-    def keep_in(self, folder: Path, budget: int = DISK_BUDGET) -> None:
-        """Caches expensive results in this folder."""
-        self._disk = DiskCache(folder, budget)
-        self._tuned = DiskCache(folder.parent / TUNED, sys.maxsize)
 
     def learn_from(self, statistics: Statistics) -> None:
         """Sets the statistics for methods that learn."""
@@ -128,19 +122,12 @@ class WeightStore:
         else:
             values = self.values(component, recipe)
         moments = self._inputs(recipe, component, experts).second_moments
-        columns = weight.shape[-1]
-        step = max(1, _ROWS_AT_ONCE // columns)
-        matrices = zip(
-            weight.reshape(-1, *weight.shape[-2:]),
-            values.reshape(-1, *weight.shape[-2:]),
-            moments.expand(math.prod(weight.shape[:-2]), columns, columns),
-            strict=True,
-        )
+        step = max(1, _ROWS_AT_ONCE * weight.shape[-2] // weight.numel())
         total = 0.0
-        for before, after, inner in matrices:
-            for part, rounded in zip(before.split(step), after.split(step), strict=True):
-                errors = part.float() - rounded
-                total += float(((errors @ inner) * errors).sum(dtype=torch.float64))
+        parts = (weight.split(step, -2), values.split(step, -2))
+        for before, after in zip(*parts, strict=True):
+            errors = before.float() - after
+            total += float(((errors @ moments) * errors).sum(dtype=torch.float64))
         return total / (weight.numel() / count)
 
     def _bound(self, recipe: Recipe) -> str:
@@ -160,7 +147,7 @@ class WeightStore:
         return self._statistics
 
     def _inputs(
-        self, recipe: Recipe, component: str, experts: torch.Tensor | None = None
+        self, recipe: Recipe, component: str, experts: Tensor | None = None
     ) -> InputStatistics:
         """Of all experts or some, on the weights' device; kept until another component's are wanted: its recipes come
         one after another."""
@@ -190,7 +177,7 @@ class WeightStore:
             self._recent_bytes -= _size(self._recent.popitem(last=False)[1])
         return quantized
 
-    def values(self, component: str, recipe: Recipe) -> torch.Tensor:
+    def values(self, component: str, recipe: Recipe) -> Tensor:
         """The float32 values that a runtime computes with, on the weight's device."""
         return recipe.grid.dequantize(self.quantized(component, recipe))
 
@@ -233,7 +220,7 @@ class WeightStore:
     def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         device = self._source.device
         is_scaled = not isinstance(factors, float) or factors != 1.0
-        if isinstance(factors, torch.Tensor):
+        if isinstance(factors, Tensor):
             factors = factors.to(device)
         if not recipe.is_tuned:
             weight = self._source.weight(component).detach()
@@ -253,10 +240,10 @@ class WeightStore:
 
     def _rounded(
         self,
-        weight: torch.Tensor,
+        weight: Tensor,
         component: str,
         recipe: Recipe,
-        experts: torch.Tensor | None = None,
+        experts: Tensor | None = None,
     ) -> Quantized:
         """The component's weight, or some rows of it, on the recipe's grid; `experts`: only of these."""
         quantize = recipe.quantizer.quantize
@@ -286,13 +273,13 @@ class WeightStore:
         return self._digests[key]
 
 
-def _spread(count: int, weight: torch.Tensor, dim: int) -> torch.Tensor:
+def _spread(count: int, weight: Tensor, dim: int) -> Tensor:
     """So many indices of a dimension, evenly spread."""
     count = min(count, weight.shape[dim])
     return torch.arange(count, device=weight.device) * weight.shape[dim] // count
 
 
-def state_of(weight: torch.Tensor) -> Hashable:
+def state_of(weight: Tensor) -> Hashable:
     """Address and write count of a tensor in memory."""
     return weight.data_ptr(), weight._version
 

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
@@ -67,7 +67,7 @@ class MambaVisionMixer(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """(windows, positions, width)"""
         x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, 1)
         x = functional.silu(self.conv1d_x(x))
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         batch, positions, width = hidden_states.shape
         split = self.qkv(hidden_states).view(
             batch, positions, 3, self.heads, width // self.heads
@@ -109,7 +109,7 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(dim, inner)
         self.fc2 = nn.Linear(inner, dim)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return self.fc2(functional.gelu(self.fc1(hidden_states)))
 
 
@@ -128,7 +128,7 @@ class Block(nn.Module):
             self.gamma_1 = nn.Parameter(torch.full((dim,), float(config.layer_scale)))
             self.gamma_2 = nn.Parameter(torch.full((dim,), float(config.layer_scale)))
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         scales = (self.gamma_1, self.gamma_2) if hasattr(self, "gamma_1") else (1, 1)
         hidden_states = hidden_states + scales[0] * self.mixer(self.norm1(hidden_states))
         return hidden_states + scales[1] * self.mlp(self.norm2(hidden_states))
@@ -142,7 +142,7 @@ class ConvBlock(nn.Module):
         if config.layer_scale_conv is not None:
             self.gamma = nn.Parameter(torch.full((dim,), float(config.layer_scale_conv)))
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         inner = functional.gelu(self.norm1(self.conv1(hidden_states)), approximate="tanh")
         inner = self.norm2(self.conv2(inner))
         if hasattr(self, "gamma"):
@@ -155,7 +155,7 @@ class Downsample(nn.Module):
         super().__init__()
         self.reduction = nn.Sequential(nn.Conv2d(dim, 2 * dim, 3, 2, 1, bias=False))
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return self.reduction(hidden_states)
 
 
@@ -177,7 +177,7 @@ class MambaVisionLayer(nn.Module):
         )
         self.downsample = Downsample(dim) if stage < len(config.depths) - 1 else None
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """(batch, channels, height, width)"""
         if self.windowed:
             hidden_states = self._on_windows(hidden_states)
@@ -188,7 +188,7 @@ class MambaVisionLayer(nn.Module):
             hidden_states = self.downsample(hidden_states)
         return hidden_states
 
-    def _on_windows(self, images: torch.Tensor) -> torch.Tensor:
+    def _on_windows(self, images: Tensor) -> Tensor:
         batch, channels, height, width = images.shape
         side = self.window_size
         padded = functional.pad(images, (0, -width % side, 0, -height % side))
@@ -217,7 +217,7 @@ class PatchEmbed(nn.Module):
             nn.ReLU(),
         )
 
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+    def forward(self, pixel_values: Tensor) -> Tensor:
         return self.conv_down(pixel_values)
 
 
@@ -232,7 +232,7 @@ class MambaVision(nn.Module):
         self.norm = nn.BatchNorm2d(features)
         self.head = nn.Linear(features, int(config.num_labels or 0))
 
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+    def forward(self, pixel_values: Tensor) -> Tensor:
         hidden_states = self.patch_embed(pixel_values)
         for level in self.levels:
             hidden_states = level(hidden_states)
@@ -254,6 +254,6 @@ class MambaVisionForImageClassification(PreTrainedModel):
         """Weights come from a file or from training."""
 
     def forward(
-        self, pixel_values: torch.Tensor, **_: Any
+        self, pixel_values: Tensor, **_: Any
     ) -> ImageClassifierOutputWithNoAttention:
         return ImageClassifierOutputWithNoAttention(logits=self.model(pixel_values))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -38,8 +39,8 @@ class InDouble(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.Tensor.float:
-            return torch.Tensor.double(*args)
+        if func is Tensor.float:
+            return Tensor.double(*args)
         kwargs = {
             k: torch.float64 if v is torch.float32 else v
             for k, v in (kwargs or {}).items()
@@ -88,7 +89,7 @@ class Watch:
         rounding: float = 0.0,
     ) -> Any:
         """The result of `ours`. `own`: the rounding that this kernel is allowed, if more than float32's."""
-        shapes = [x.shape for x in arguments[0] if isinstance(x, torch.Tensor)]
+        shapes = [x.shape for x in arguments[0] if isinstance(x, Tensor)]
         layer = self._calls[kernel, *shapes]
         self._calls[kernel, *shapes] += 1
         # Layers 0, 1, 2, 4, 8, …; the first two with gradients: the library's own scans are slow.
@@ -130,7 +131,7 @@ class Watch:
 
     def _results(
         self, function: Function, arguments: Arguments
-    ) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+    ) -> tuple[Any, dict[str, list[Tensor]]]:
         """What a function returns, the tensors in it, and the gradients of its inputs where they are asked for."""
         if self._gradients:
             arguments = pytree.tree_map(
@@ -138,7 +139,7 @@ class Watch:
             )
         args, kwargs = arguments
         result = function(*args, **kwargs)
-        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         if not self._gradients:
             return result, {"": outputs}
         inputs = [x for x in pytree.tree_leaves(arguments) if _is_real(x)]
@@ -152,7 +153,7 @@ class Watch:
         )
         parts = {TRACKED: [x.detach() for x in outputs], GRADIENTS: list(gradients)}
         return pytree.tree_map(
-            lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result
+            lambda x: x.detach() if isinstance(x, Tensor) else x, result
         ), parts
 
 
@@ -167,7 +168,7 @@ def replacing(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(
-            isinstance(x, torch.Tensor) and x.dtype == torch.float64
+            isinstance(x, Tensor) and x.dtype == torch.float64
             for x in (*args, *kwargs.values())
         ):
             with InDouble():
@@ -186,10 +187,10 @@ def _without_packages(original: Function) -> Function:
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _stored(results: Sequence[torch.Tensor]) -> float:
+def _stored(results: Sequence[Tensor]) -> float:
     """What rounding to the results' own type may add."""
     return (
         max(
@@ -200,9 +201,7 @@ def _stored(results: Sequence[torch.Tensor]) -> float:
     )
 
 
-def _largest_error(
-    results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
-) -> float:
+def _largest_error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Relative to the norm of each exact result; nothing is said about results that are NaN or infinite."""
     errors = [0.0]
     for result, right in zip(results, exact, strict=False):

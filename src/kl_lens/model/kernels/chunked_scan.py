@@ -22,20 +22,20 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-T = torch.Tensor
 CHUNK = 64
 
 
 def chunked_scan(
-    x: torch.Tensor,  # (batch, time, heads, width)
-    dt: torch.Tensor,  # time steps Δ ≥ 0, after softplus and clamping, (batch, time, heads)
-    a: torch.Tensor,  # decay rates A ≤ 0, (heads,)
-    b: torch.Tensor,  # input vectors, (batch, time, groups, states)
-    c: torch.Tensor,  # output vectors, as b
-) -> torch.Tensor:
+    x: Tensor,  # (batch, time, heads, width)
+    dt: Tensor,  # time steps Δ ≥ 0, after softplus and clamping, (batch, time, heads)
+    a: Tensor,  # decay rates A ≤ 0, (heads,)
+    b: Tensor,  # input vectors, (batch, time, groups, states)
+    c: Tensor,  # output vectors, as b
+) -> Tensor:
     """The outputs, as x, in the dtype of the inputs; differentiable, on any device."""
     batch, time, heads, width = x.shape
     groups, states = b.shape[2:]
@@ -91,7 +91,7 @@ def chunked_scan(
     return y[:, :time]
 
 
-def _weights_within(cumulative: T, scores: T) -> T:
+def _weights_within(cumulative: Tensor, scores: Tensor) -> Tensor:
     """How much token t of a chunk hears of token s ≤ t: its score, damped by exp(cumulative[t] - cumulative[s]).
 
     cumulative: (chunks, heads, chunk); scores: (chunks, groups, chunk, chunk)."""
@@ -107,7 +107,7 @@ def _weights_within(cumulative: T, scores: T) -> T:
     return (damping * scores if tracked else damping.mul_(scores)).flatten(1, 2)
 
 
-def _states(decay: torch.Tensor, inflow: torch.Tensor) -> torch.Tensor:
+def _states(decay: Tensor, inflow: Tensor) -> Tensor:
     """h[t] = decay[t] · h[t-1] + inflow[t] over the first axis; h[-1] is zero."""
     time = len(inflow)
     length = math.isqrt(time - 1) + 1
@@ -127,13 +127,13 @@ def _states(decay: torch.Tensor, inflow: torch.Tensor) -> torch.Tensor:
 
 class _Recurrence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, decay: torch.Tensor, inflow: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, decay: Tensor, inflow: Tensor) -> Tensor:
         states = _states(decay, inflow)
         ctx.save_for_backward(decay, states)
         return states
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         decay, states = ctx.saved_tensors
         later = functional.pad(decay[1:], [0, 0] * (decay.dim() - 1) + [0, 1])
         flowing = _states(later.flip(0), gradients[0].flip(0)).flip(0)
@@ -142,17 +142,17 @@ class _Recurrence(torch.autograd.Function):
 
 
 def tracked_scan(
-    x: T,
-    dt: T,
-    a: T,
-    b: T,
-    c: T,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
     *,
-    dt_bias: T | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-    skip: T | None = None,
-    gate: T | None = None,
-) -> T:
+    skip: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
     """Arguments and result of `selective_scan`, with gradients. What is between is computed again for them."""
     step = time_steps(dt, dt_bias, dt_softplus)
     y = checkpoint(_outputs, x, step, a, b, c, use_reentrant=False)
@@ -160,15 +160,13 @@ def tracked_scan(
     return y if gate is None else y * functional.silu(gate.float())
 
 
-def time_steps(raw: T, bias: T | None, with_softplus: bool) -> T:
+def time_steps(raw: Tensor, bias: Tensor | None, with_softplus: bool) -> Tensor:
     """Δ of what a projection gave."""
     step = raw.float() if bias is None else raw.float() + bias.float()
     return functional.softplus(step) if with_softplus else step
 
 
-def _outputs(
-    x: torch.Tensor, step: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-) -> torch.Tensor:
+def _outputs(x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     # (time, batch, …)
     x, step, b, c = (tensor.float().transpose(0, 1) for tensor in (x, step, b, c))
     decay = torch.exp(step[..., None] * a)  # (time, batch, channels, states)

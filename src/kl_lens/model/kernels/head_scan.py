@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kl_lens.base.compiling import njit, prange
 from kl_lens.model.kernels.tile_product import WIDTH, accumulate, multiply
 from kl_lens.model.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, plain
 
-T = torch.Tensor
 # Steps per chunk, a multiple of four: long enough for the products, short enough for what is quadratic in it.
 CHUNK = 16
 
@@ -164,13 +164,15 @@ def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyp
                     row[k] = source[k]
 
 
-def head_scan(x: T, dt: T, a: T, b: T, c: T, *, skip: T | None = None) -> T:
+def head_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, skip: Tensor | None = None
+) -> Tensor:
     """Arguments and result as those of `chunked_scan`, in float32 on CPU; `skip` · x is added to the outputs."""
     batch, time, heads, width = x.shape
     states = b.shape[3]
     channels = heads * width
 
-    def in_chunks(vectors: torch.Tensor) -> torch.Tensor:
+    def in_chunks(vectors: Tensor) -> Tensor:
         """(batch, time, groups, states) → (batch, chunks, groups, CHUNK, states), padded with zeros."""
         padded = torch.nn.functional.pad(
             vectors.detach().float(), (0, -states % 4, 0, 0, 0, -time % CHUNK)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kl_lens.base.compiling import njit, prange
 from kl_lens.model.kernels.vector_math import (
@@ -123,15 +124,15 @@ def _scan(  # type: ignore[no-untyped-def]
 
 
 def rounded_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
     storage: StateFormat,
     *,
-    skip: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    skip: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """x: (batch, time, heads, width); dt: (batch, time, heads), positive; a: (heads,) or (heads, states);
     b, c: (batch, time, groups, states). Returns outputs like x, and what is stored at the end:
     (batch, heads, 1 or with feedback 2, width, states)."""

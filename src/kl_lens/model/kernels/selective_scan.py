@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kl_lens.base.compiling import njit, prange
@@ -86,17 +87,17 @@ def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, y, block)
 
 
 def selective_scan(
-    x: torch.Tensor,  # (batch, time, channels)
-    dt: torch.Tensor,  # time steps Δ ≥ 0, as x
-    a: torch.Tensor,  # decay rates A ≤ 0, (channels, states)
-    b: torch.Tensor,  # input vectors, (batch, time, states)
-    c: torch.Tensor,  # output vectors, as b
+    x: Tensor,  # (batch, time, channels)
+    dt: Tensor,  # time steps Δ ≥ 0, as x
+    a: Tensor,  # decay rates A ≤ 0, (channels, states)
+    b: Tensor,  # input vectors, (batch, time, states)
+    c: Tensor,  # output vectors, as b
     *,
-    dt_bias: torch.Tensor | None = None,  # added to dt, (channels,)
+    dt_bias: Tensor | None = None,  # added to dt, (channels,)
     dt_softplus: bool = False,  # Δ is softplus(dt + dt_bias)
-    skip: torch.Tensor | None = None,  # skip · x is added to the outputs, (channels,)
-    gate: torch.Tensor | None = None,  # outputs are multiplied by SiLU(gate), as x
-) -> torch.Tensor:
+    skip: Tensor | None = None,  # skip · x is added to the outputs, (channels,)
+    gate: Tensor | None = None,  # outputs are multiplied by SiLU(gate), as x
+) -> Tensor:
     """The outputs, as x, in float32 on CPU, with what stands around the scan in a Mamba layer done on the way."""
     if a.shape[1] % 2:  # one that stays zero
         a, b, c = (functional.pad(tensor, (0, 1)) for tensor in (a, b, c))
@@ -141,12 +142,12 @@ def _convolve(x, taps, bias, with_silu, y):  # type: ignore[no-untyped-def]
 
 
 def causal_convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     *,
     with_silu: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """x: (batch, time, channels), weight: (channels, width) → (batch, time, channels), float32, on CPU."""
     y = torch.empty(x.shape, dtype=torch.float32)
     offset = np.zeros(x.shape[-1], np.float32) if bias is None else plain(bias)

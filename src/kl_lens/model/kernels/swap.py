@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kl_lens.base.accelerators import runs_triton
@@ -28,11 +29,10 @@ from kl_lens.model.patching import has_own_forward, patched, with_globals
 from kl_lens.model.states import StateFormat, running_format
 from kl_lens.run.records import KEYS, STATE, VALUES
 
-T = torch.Tensor
 Function = Callable[..., Any]
 
 
-def _is_inference(*tensors: T | None) -> bool:
+def _is_inference(*tensors: Tensor | None) -> bool:
     """Our compiled kernels have no gradients; under autograd scans are made of torch's operations."""
     return not (
         torch.is_grad_enabled()
@@ -41,14 +41,14 @@ def _is_inference(*tensors: T | None) -> bool:
 
 
 def _selective_scan(
-    hidden_states: T,
-    dt: T,
-    A: T,
-    B: T,
-    C: T,
-    D: T | None = None,
-    z: T | None = None,
-    delta_bias: T | None = None,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
     **_: Any,
@@ -94,8 +94,14 @@ def _selective_scan(
 
 
 def _rounded_scan(
-    x: T, step: T, a: T, b: T, c: T, storage: StateFormat, skip: T | None
-) -> T:
+    x: Tensor,
+    step: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    storage: StateFormat,
+    skip: Tensor | None,
+) -> Tensor:
     """Outputs with a state that is rounded after every token."""
     if x.device.type == "cpu":
         from kl_lens.model.kernels.rounded_scan import rounded_scan
@@ -111,15 +117,15 @@ def _rounded_scan(
 
 
 def _chunk_scan(
-    hidden_states: T,
-    dt: T,
-    A: T,
-    B: T,
-    C: T,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
-    D: T | None = None,
-    dt_bias: T | None = None,
-    initial_states: T | None = None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
@@ -159,11 +165,11 @@ def _chunk_scan(
 
 
 def _convolve(
-    hidden_states: T,
-    weight: T,
-    bias: T | None = None,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     activation: str | None = None,
-    seq_idx: T | None = None,
+    seq_idx: Tensor | None = None,
     **_: Any,
 ) -> Any:
     on_gpu = runs_triton(hidden_states.device)
@@ -180,7 +186,7 @@ def _convolve(
     return y.transpose(1, 2).to(hidden_states.dtype)
 
 
-def _as_stored(tensor: T, kind: str) -> T:
+def _as_stored(tensor: Tensor, kind: str) -> Tensor:
     """Keys or values (batch, heads, time, width) as they come back from the running block's cache."""
     storage = running_format(kind, tensor.shape[1], tensor.shape[3])
     return tensor if storage is None else storage.rounded(tensor)
@@ -211,7 +217,12 @@ class _AttentionFunctions:
             return attend
 
         def from_cache(
-            module: torch.nn.Module, query: T, key: T, value: T, *args: Any, **kwargs: Any
+            module: torch.nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *args: Any,
+            **kwargs: Any,
         ) -> Any:
             key = _as_stored(key, KEYS)
             value = _as_stored(value, VALUES)
@@ -275,7 +286,7 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
     return _NORMS[kind]
 
 
-def _computes_rms_norm(module: torch.nn.Module, weight: T, epsilon: float) -> bool:
+def _computes_rms_norm(module: torch.nn.Module, weight: Tensor, epsilon: float) -> bool:
     names = list(inspect.signature(module.forward).parameters)
     if names not in (["hidden_states"], ["hidden_states", "gate"], ["x"]):
         return False
@@ -286,23 +297,21 @@ def _computes_rms_norm(module: torch.nn.Module, weight: T, epsilon: float) -> bo
         return False
     x = inputs[0] if len(names) == 1 else inputs[0] * functional.silu(inputs[1])
     expected = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-    is_tensor = isinstance(result, torch.Tensor)
+    is_tensor = isinstance(result, Tensor)
     return is_tensor and torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
     """A one-pass forward of a norm; None if the module is not one or there is no gain."""
     weight: Any = getattr(module, "weight", None)
-    on_gpu = isinstance(weight, torch.Tensor) and runs_triton(weight.device)
+    on_gpu = isinstance(weight, Tensor) and runs_triton(weight.device)
     if not (on_gpu and weight.dtype == torch.float32 and _is_rms_norm(module)):
         return None
     from kl_lens.model.kernels.triton_scan import rms_norm_gpu
 
     original = module.forward
 
-    def forward(
-        hidden_states: torch.Tensor, gate: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         if hidden_states.dtype != torch.float32 or not _is_inference(hidden_states, gate):
             inputs = (hidden_states,) if gate is None else (hidden_states, gate)
             return original(*inputs)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _DEPTH = 64  # of the split matrices, columns are a multiple of this; the rest is zeros
@@ -27,9 +28,9 @@ _DEPTH = 64  # of the split matrices, columns are a multiple of this; the rest i
 class Halves:
     """The rows of a matrix, split."""
 
-    high: torch.Tensor  # (rows, columns padded)
-    low: torch.Tensor  # the same, or `high` again where a single product is wanted
-    inverses: torch.Tensor  # (rows,), float32: factors of the rows, in the end
+    high: Tensor  # (rows, columns padded)
+    low: Tensor  # the same, or `high` again where a single product is wanted
+    inverses: Tensor  # (rows,), float32: factors of the rows, in the end
 
     @property
     def parts(self) -> int:
@@ -68,7 +69,7 @@ def _split(  # type: ignore[no-untyped-def]
         )
 
 
-def split(matrix: torch.Tensor, precision: str) -> Halves:
+def split(matrix: Tensor, precision: str) -> Halves:
     """The rows of a float32 matrix, ready to be multiplied."""
     if matrix.stride(1) != 1:
         matrix = matrix.contiguous()
@@ -170,14 +171,14 @@ def _tiles(device: torch.device, parts: int) -> dict[str, Any]:
     return {**sizes, "GROUP": 16, "DESCRIBED": card.major >= 9}
 
 
-def product(a: Halves, b: Halves, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(a: Halves, b: Halves, bias: Tensor | None = None) -> Tensor:
     """a · bᵀ in float32, (rows of a, rows of b)."""
     rows = len(a.high)
     columns = len(b.high)
     y = torch.empty(rows, columns, dtype=torch.float32, device=a.high.device)
     sizes = _tiles(y.device, a.parts)
 
-    def tiled(matrix: torch.Tensor, height: int) -> Any:
+    def tiled(matrix: Tensor, height: int) -> Any:
         if not sizes["DESCRIBED"]:
             return matrix
         return TensorDescriptor.from_tensor(matrix, [height, sizes["BK"]])
@@ -202,9 +203,7 @@ def product(a: Halves, b: Halves, bias: torch.Tensor | None = None) -> torch.Ten
     return y
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precision: str
-) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor:
     """`torch.nn.functional.linear` of float32 tensors on a GPU; x: (…, columns), weight: (outputs, columns)."""
     rows = split(x.reshape(-1, x.shape[-1]), precision)
     y = product(rows, split(weight, precision), bias)

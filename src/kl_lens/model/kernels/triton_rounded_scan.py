@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kl_lens.model.states import HEAD, NUMBERS, StateFormat
 
-T = torch.Tensor
 ROWS = 8  # of a state per program, where rows do not share a scale
 _INTEGERS, _FP8, _FP16, _BF16 = range(4)
 _KINDS = {NUMBERS["fp8"]: _FP8, NUMBERS["fp16"]: _FP16, NUMBERS["bf16"]: _BF16}
@@ -120,8 +120,15 @@ def _scan(  # type: ignore[no-untyped-def]
 
 
 def rounded_scan_gpu(
-    x: T, dt: T, a: T, b: T, c: T, storage: StateFormat, *, skip: T | None = None
-) -> T:
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    storage: StateFormat,
+    *,
+    skip: Tensor | None = None,
+) -> Tensor:
     """Arguments and outputs as those of `rounded_scan`."""
     shape = x.shape
     if by_row := x.shape[3] == 1 and b.shape[2] == 1:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-T = torch.Tensor
 CHANNELS = 32  # per program of Mamba-1's scan
 CHUNK = 32  # tokens that Mamba-2's scan takes at once
 
@@ -127,24 +127,24 @@ def fits_selective(states: int) -> bool:
     return states & (states - 1) == 0
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def _rows(tensor: Tensor) -> Tensor:
     """In float32, with neighbours along the last axis."""
     tensor = tensor.float()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def selective_scan_gpu(
-    x: T,
-    dt: T,
-    a: T,
-    b: T,
-    c: T,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
     *,
-    dt_bias: T | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-    skip: T | None = None,
-    gate: T | None = None,
-) -> T:
+    skip: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
     """Arguments and result as those of `selective_scan`, on a GPU."""
     batch, time, channels = x.shape
     zeros = x.new_zeros(channels, dtype=torch.float32)
@@ -312,17 +312,17 @@ def fits_chunks(width: int, states: int) -> bool:
 
 
 def head_scan_gpu(
-    x: T,
-    dt: T,
-    a: T,
-    b: T,
-    c: T,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
     *,
-    dt_bias: T | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    skip: T | None = None,
-) -> T:
+    skip: Tensor | None = None,
+) -> Tensor:
     """Arguments and result as those of `head_scan`, on a GPU; `dt` as the projection gave it."""
     batch, time, heads, width = x.shape
     groups, states = b.shape[2:]
@@ -398,12 +398,12 @@ def _convolve(  # type: ignore[no-untyped-def]
 
 
 def causal_convolution_gpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     *,
     with_silu: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Arguments and result as those of `causal_convolution`, on a GPU."""
     batch, time, channels = x.shape
     x = _rows(x)
@@ -456,11 +456,11 @@ def _normalise(  # type: ignore[no-untyped-def]
 
 
 def rms_norm_gpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     epsilon: float,
-    gate: torch.Tensor | None = None,
-) -> torch.Tensor:
+    gate: Tensor | None = None,
+) -> Tensor:
     """weight · v/√(mean v² + ε) with v = x, or x·SiLU(gate): float32, along the last axis."""
     columns = x.shape[-1]
     flat = _rows(x).reshape(-1, columns)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numba import types
 from numba.extending import intrinsic
+from torch import Tensor
 
 from kl_lens.base.compiling import njit
 
@@ -23,7 +24,7 @@ _P4, _P5, _P6 = map(
 )
 
 
-def plain(tensor: torch.Tensor) -> np.ndarray:
+def plain(tensor: Tensor) -> np.ndarray:
     """A dense float32 array for numba."""
     return tensor.detach().to(torch.float32).contiguous().numpy()
 

@@ -17,7 +17,6 @@ from kl_lens.weights.formats.format import (
 # Importing a module registers its formats, in the order they are shown.
 # isort: off
 from kl_lens.weights.formats import integer as integer
-from kl_lens.weights.formats import packed as packed
 from kl_lens.weights.formats import tables as tables
 from kl_lens.weights.formats import affine as affine
 from kl_lens.weights.formats import gguf_blocks as gguf_blocks

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kl_lens.base.lazy import torch
+from kl_lens.base.lazy import Tensor, torch
 from kl_lens.weights.formats.format import FP16, Quantized
 from kl_lens.weights.formats.integer import GroupedFormat, register_groups
 
@@ -30,7 +30,7 @@ class AffineFormat(GroupedFormat):
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return super()._bytes(shape) + self._groups(shape) * self.scale_dtype.itemsize
 
-    def _quantize(self, weight: torch.Tensor) -> Quantized:
+    def _quantize(self, weight: Tensor) -> Quantized:
         top = 2**self.bits - 1
         half = weight.half().float()  # mlx-lm converts the model to float16 first
         groups = self._grouped(half)
@@ -47,7 +47,7 @@ class AffineFormat(GroupedFormat):
         codes = ((groups - biases) / scales).round_().clamp_(0, top)
         return self._stored(weight, codes.to(torch.uint8), scales, biases.half())
 
-    def dequantize(self, quantized: Quantized) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized) -> Tensor:
         assert quantized.scales is not None
         assert quantized.zero_points is not None
         groups = self._grouped(quantized.data.float())

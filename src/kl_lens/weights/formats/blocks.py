@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kl_lens.base.accelerators import constant
-from kl_lens.base.lazy import torch
+from kl_lens.base.lazy import Tensor, torch
 from kl_lens.weights.formats.format import Quantized
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -78,15 +78,15 @@ LAYOUTS = {
 }
 
 
-def _span(field: Field, count: int, device: torch.device) -> tuple[slice, torch.Tensor]:
+def _span(field: Field, count: int, device: torch.device) -> tuple[slice, Tensor]:
     """The bytes of a field that holds so many codes, and how far its parts are moved in a byte."""
     shifts = torch.arange(0, 8, field.bits, dtype=torch.uint8, device=device)
     return slice(field.start, field.start + count * field.bits // 8), shifts[:, None]
 
 
 def read_codes(
-    blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, count: int
-) -> torch.Tensor:
+    blocks: Tensor, fields: tuple[Field, ...], zero: int, count: int
+) -> Tensor:
     """Codes as uint8, (blocks, count). Whole bytes are signed, and `zero` makes them codes."""
     codes = torch.zeros(len(blocks), count, dtype=torch.uint8, device=blocks.device)
     for field in fields:
@@ -100,7 +100,7 @@ def read_codes(
 
 
 def write_codes(
-    blocks: torch.Tensor, fields: tuple[Field, ...], zero: int, codes: torch.Tensor
+    blocks: Tensor, fields: tuple[Field, ...], zero: int, codes: Tensor
 ) -> None:
     """Codes as uint8, (blocks, count), put into their bytes."""
     for field in fields:
@@ -113,12 +113,12 @@ def write_codes(
         blocks[:, span] = parts.sum(2, dtype=torch.uint8).reshape(len(blocks), -1)
 
 
-def _interleaved(small: torch.Tensor) -> torch.Tensor:
+def _interleaved(small: Tensor) -> Tensor:
     """Scales and minima of four groups in turn, or the other way round."""
     return small.view(-1, 2, 2, 4).transpose(1, 2).reshape(-1, 16)
 
 
-def _read_six(packed: torch.Tensor) -> torch.Tensor:
+def _read_six(packed: Tensor) -> Tensor:
     """Eight scales and eight minima, (blocks, 16), from twelve bytes: those of the first four groups whole in the first
     eight, with the upper bits of the others; their lower bits in the last four."""
     first = packed[:, :8]
@@ -127,19 +127,17 @@ def _read_six(packed: torch.Tensor) -> torch.Tensor:
     return _interleaved(torch.cat([first & 63, second], 1))
 
 
-def _write_six(packed: torch.Tensor, small: torch.Tensor) -> None:
+def _write_six(packed: Tensor, small: Tensor) -> None:
     first, second = _interleaved(small).split(8, 1)
     packed[:, :8] = first | second >> 4 << 6
     packed[:, 8:] = (second[:, :4] & 15) | second[:, 4:] << 4
 
 
-def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+def _half(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _scales(
-    layout: Layout, blocks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scales(layout: Layout, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
     """Of every group its scale and, where there is one, what is added, (blocks, groups)."""
     scale = _half(blocks, layout.scale)
     minimum = None if layout.minimum is None else _half(blocks, layout.minimum)
@@ -152,7 +150,7 @@ def _scales(
     return scale * small, -(minimum * small_minima)
 
 
-def small_scales(layout: Layout, blocks: torch.Tensor) -> torch.Tensor:
+def small_scales(layout: Layout, blocks: Tensor) -> Tensor:
     """The small scales of blocks (blocks, bytes), and then the small minima where the type has them; whole numbers as
     float32, (blocks, groups or twice as many)."""
     if layout.six is not None:
@@ -162,7 +160,7 @@ def small_scales(layout: Layout, blocks: torch.Tensor) -> torch.Tensor:
     return codes.float() - layout.small_zero
 
 
-def write_small_scales(layout: Layout, blocks: torch.Tensor, small: torch.Tensor) -> None:
+def write_small_scales(layout: Layout, blocks: Tensor, small: Tensor) -> None:
     codes = (small + layout.small_zero).to(torch.uint8)
     if layout.six is not None:
         _write_six(blocks[:, layout.six : layout.six + 12], codes)
@@ -170,7 +168,7 @@ def write_small_scales(layout: Layout, blocks: torch.Tensor, small: torch.Tensor
         write_codes(blocks, layout.small, layout.small_zero, codes)
 
 
-def dequantized(layout: Layout, data: torch.Tensor) -> torch.Tensor:
+def dequantized(layout: Layout, data: Tensor) -> Tensor:
     """The float32 values of blocks (…, bytes of a row), (…, columns)."""
     blocks = data.reshape(-1, layout.bytes)
     values = torch.empty(len(blocks), layout.size, device=data.device)
@@ -190,16 +188,16 @@ def dequantized(layout: Layout, data: torch.Tensor) -> torch.Tensor:
     return values.view(*data.shape[:-1], -1)
 
 
-def iq4_levels(device: torch.device) -> torch.Tensor:
+def iq4_levels(device: torch.device) -> Tensor:
     return constant(torch.tensor(IQ4_LEVELS, dtype=torch.float32), device)
 
 
 def with_scales(
     layout: Layout,
-    scale: torch.Tensor,
-    minimum: torch.Tensor | None = None,
-    small: torch.Tensor | None = None,
-) -> torch.Tensor:
+    scale: Tensor,
+    minimum: Tensor | None = None,
+    small: Tensor | None = None,
+) -> Tensor:
     """Blocks with these scales and every code at 0: scale and minimum (blocks,); small scales as in `small_scales`."""
     blocks = torch.zeros(len(scale), layout.bytes, dtype=torch.uint8, device=scale.device)
     write_codes(
@@ -213,7 +211,7 @@ def with_scales(
     return blocks
 
 
-def with_codes(quantized: Quantized, codes: torch.Tensor) -> Quantized:
+def with_codes(quantized: Quantized, codes: Tensor) -> Quantized:
     """The same blocks with other codes, (…, rows, columns)."""
     layout = LAYOUTS[quantized.format]
     blocks = quantized.data.reshape(-1, layout.bytes).clone()
@@ -223,7 +221,7 @@ def with_codes(quantized: Quantized, codes: torch.Tensor) -> Quantized:
     return replace(quantized, data=blocks.reshape(quantized.data.shape))
 
 
-def nearest(name: str, weight: torch.Tensor) -> Quantized:
+def nearest(name: str, weight: Tensor) -> Quantized:
     """ggml's rounding for the types that search for nothing: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0."""
     layout = LAYOUTS[name]
     groups = weight.reshape(-1, layout.group)

@@ -18,11 +18,15 @@ import numpy.typing as npt
 from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import FormatError
 from kl_lens.base.files import tensor_digest
-from kl_lens.base.lazy import torch
+from kl_lens.base.lazy import Tensor, torch
 
 # FP16 cannot hold more. For larger weights NNCF silently writes an infinite scale and llama.cpp an infinite block. No
 # trained model comes near, so every format refuses them.
 LARGEST_MAGNITUDE = 65504.0
+
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +36,11 @@ class Quantized:
     format: str
     shape: tuple[int, ...]
     # int8 (uint8 where unsigned), one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
-    data: torch.Tensor
+    data: Tensor
     # (…, rows, groups); GGUF keeps them inside the blocks.
-    scales: torch.Tensor | None = None
+    scales: Tensor | None = None
     # Shaped as the scales: codes of 0 (uint8), or values of code 0 (float16).
-    zero_points: torch.Tensor | None = None
+    zero_points: Tensor | None = None
 
     @classmethod
     def stacked(cls, parts: Sequence[Quantized], shape: tuple[int, ...]) -> Quantized:
@@ -50,13 +54,10 @@ class Quantized:
         return cls(parts[0].format, shape, **joined)
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Those of data, scales and zero points that there are."""
-        parts = {
-            "data": self.data,
-            "scales": self.scales,
-            "zero_points": self.zero_points,
-        }
+        names = ("data", "scales", "zero_points")
+        parts = {name: getattr(self, name) for name in names}
         return {name: part for name, part in parts.items() if part is not None}
 
     @cached_property
@@ -112,20 +113,20 @@ class Format(ABC):
     def bits_per_weight(self, shape: Sequence[int]) -> float:
         return 8 * self.bytes(shape) / math.prod(shape)
 
-    def quantize(self, weight: torch.Tensor, name: str = "weight") -> Quantized:
+    def quantize(self, weight: Tensor, name: str = "weight") -> Quantized:
         """The stored form; `name` is for error messages."""
         self._require_fit(tuple(weight.shape), name)
         return self._quantize(checked_float32(weight, name))
 
     @abstractmethod
-    def dequantize(self, quantized: Quantized) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized) -> Tensor:
         """The float32 values that a runtime computes with."""
 
-    def roundtrip(self, weight: torch.Tensor, name: str = "weight") -> torch.Tensor:
+    def roundtrip(self, weight: Tensor, name: str = "weight") -> Tensor:
         """The float32 values that a runtime computes with after storing `weight`, on the weight's device."""
         return self.dequantize(self.quantize(weight, name))
 
-    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+    def pack(self, quantized: Quantized) -> Bytes:
         """The data as in a file, without scales."""
         return on_host(quantized.data).contiguous().numpy().reshape(-1).view(np.uint8)
 
@@ -133,7 +134,7 @@ class Format(ABC):
     def _bytes(self, shape: tuple[int, ...]) -> int: ...
 
     @abstractmethod
-    def _quantize(self, weight: torch.Tensor) -> Quantized: ...
+    def _quantize(self, weight: Tensor) -> Quantized: ...
 
     def _require_fit(self, shape: tuple[int, ...], name: str) -> None:
         if reason := self.fits(shape):
@@ -142,7 +143,7 @@ class Format(ABC):
             )
 
 
-def checked_float32(weight: torch.Tensor, name: str) -> torch.Tensor:
+def checked_float32(weight: Tensor, name: str) -> Tensor:
     """The weight in float32; raises if it is not finite or too large."""
     if not weight.dtype.is_floating_point:
         raise FormatError(
@@ -208,10 +209,10 @@ class HalfFormat(Format):
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return 2 * math.prod(shape)
 
-    def _quantize(self, weight: torch.Tensor) -> Quantized:
+    def _quantize(self, weight: Tensor) -> Quantized:
         return Quantized(self.name, tuple(weight.shape), weight.half())
 
-    def dequantize(self, quantized: Quantized) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized) -> Tensor:
         return quantized.data.float()
 
 

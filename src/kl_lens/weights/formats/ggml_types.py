@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from kl_lens.base.lazy import torch
+from kl_lens.base.lazy import Tensor, torch
 from kl_lens.weights.formats.blocks import Field, read_codes, write_codes
 from kl_lens.weights.formats.format import FP16, Quantized, get_format, register
 from kl_lens.weights.formats.gguf_blocks import gguf_module
@@ -43,7 +43,7 @@ def ggml_types() -> dict[str, GGMLType]:
     return {names.get(kind.name, kind.name.lower()): kind for kind in types}
 
 
-def as_blocks(quantized: Quantized) -> torch.Tensor:
+def as_blocks(quantized: Quantized) -> Tensor:
     """The rows of a weight as ggml has them, (…, rows, bytes)."""
     name = quantized.format
     if name not in (Q2_0.name, MXFP4.name):
@@ -64,7 +64,7 @@ def as_blocks(quantized: Quantized) -> torch.Tensor:
     return blocks.reshape(*quantized.shape[:-1], -1)
 
 
-def from_blocks(name: str, shape: tuple[int, ...], data: torch.Tensor) -> Quantized:
+def from_blocks(name: str, shape: tuple[int, ...], data: Tensor) -> Quantized:
     """The weight that `as_blocks` gave these rows for."""
     stored = Quantized(name, shape, data.reshape(*shape[:-1], -1))
     if name not in (Q2_0.name, MXFP4.name):

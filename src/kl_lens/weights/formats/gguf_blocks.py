@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kl_lens.base.accelerators import on_host
 from kl_lens.base.errors import FormatError
-from kl_lens.base.lazy import torch
+from kl_lens.base.lazy import Tensor, torch
 from kl_lens.base.system import WINDOWS
 from kl_lens.weights.formats.blocks import LAYOUTS, dequantized, nearest
 from kl_lens.weights.formats.format import (
     FP16,
     LARGEST_MAGNITUDE,
+    Bytes,
+    Floats,
     Format,
     Quantized,
     checked_float32,
@@ -40,7 +41,7 @@ from kl_lens.weights.formats.format import (
 # Such small blocks are stored with a scale of zero anyway, and below about 2^−120 the C code divides by zero, with a
 # result that depends on the processor. Make them plain zeros.
 SMALLEST_MAGNITUDE = 2.0**-60
-_WIDE = 1 << 14  # values per row for gguf-py
+_WIDE = 64  # blocks per row for gguf-py
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class GGUFFormat(Format):
         """Whether the importance of columns changes anything."""
         return self.name != "q8_0"
 
-    def quantize(self, weight: torch.Tensor, name: str = "weight") -> Quantized:
+    def quantize(self, weight: Tensor, name: str = "weight") -> Quantized:
         if self.needs_importance:
             raise FormatError(
                 f"{name}: {self.name} needs the importance of columns; "
@@ -76,11 +77,11 @@ class GGUFFormat(Format):
             )
         return super().quantize(weight, name)
 
-    def quantize_with(self, weight: torch.Tensor, importance: torch.Tensor) -> Quantized:
+    def quantize_with(self, weight: Tensor, importance: Tensor) -> Quantized:
         """The stored form, searched with llama.cpp's weighting by the mean square of each column's input."""
         self._require_fit(tuple(weight.shape), "weight")
         values = checked_float32(weight, "weight")
-        stored = self._blocks(values, importance.detach().float().cpu())
+        stored = self._blocks(values, importance)
         # The search can move minima outside FP16's range, but only near its end.
         is_close = float(values.abs().max()) > LARGEST_MAGNITUDE / 2
         if is_close and not self.dequantize(stored).isfinite().all():
@@ -92,29 +93,54 @@ class GGUFFormat(Format):
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) // self.block_size * self.block_bytes
 
-    def _quantize(self, weight: torch.Tensor) -> Quantized:
+    def _quantize(self, weight: Tensor) -> Quantized:
         return self._blocks(weight, None)
 
-    def _blocks(self, weight: torch.Tensor, importance: torch.Tensor | None) -> Quantized:
+    def _blocks(self, weight: Tensor, importance: Tensor | None) -> Quantized:
         whole = torch.nn.functional.hardshrink(weight, SMALLEST_MAGNITUDE)
         if importance is None and not self.searches:
             return nearest(self.name, whole)
-        ggml_type = int(gguf_module().GGMLQuantizationType[self.name.upper()])
-        rows = on_host(whole.flatten(0, -2)).numpy()
-        row_bytes = weight.shape[-1] // self.block_size * self.block_bytes
-        weighed = None if importance is None else importance.numpy()
-        blocks = quantize_rows(rows, ggml_type, row_bytes, weighed)
+        rows = on_host(whole.flatten(0, -2)).contiguous().numpy()
+        blocks = self._searched(rows, importance)
         data = torch.from_numpy(blocks).reshape(*weight.shape[:-1], -1)
         return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
 
-    def dequantize(self, quantized: Quantized) -> torch.Tensor:
+    def _searched(self, rows: Floats, importance: Tensor | None) -> Bytes:
+        """By ggml, on as many threads as torch uses: rows are independent. ggml aborts the process on invalid input, so
+        all known cases are refused before."""
+        library = ggml_library()
+        kind = int(gguf_module().GGMLQuantizationType[self.name.upper()])
+        count, columns = rows.shape
+        blocks = np.empty(
+            (count, columns // self.block_size * self.block_bytes), np.uint8
+        )
+        weights = None if importance is None else _proportions(importance, columns)
+        weighed = None if weights is None else weights.ctypes.data
+        # Tables of the IQ types, once; up to six seconds.
+        library.ggml_quantize_init(kind)
+
+        def quantize(first: int, last: int) -> int:
+            span = (first * columns, last - first, columns)
+            return library.ggml_quantize_chunk(
+                kind, rows.ctypes.data, blocks.ctypes.data, *span, weighed
+            )
+
+        threads = min(count, torch.get_num_threads())
+        bounds = [count * i // threads for i in range(threads + 1)]
+        with ThreadPoolExecutor(threads) as pool:  # ctypes releases the interpreter lock
+            written = sum(pool.map(quantize, bounds[:-1], bounds[1:]))
+        if written != blocks.nbytes:
+            raise FormatError(
+                f"ggml wrote {written} bytes where {blocks.nbytes} were expected: upgrade xllamacpp"
+            )
+        return blocks
+
+    def dequantize(self, quantized: Quantized) -> Tensor:
         if self.name in LAYOUTS:
             return dequantized(LAYOUTS[self.name], quantized.data)
         blocks = quantized.data.cpu().numpy()
         # In wide rows, because gguf-py works on sixteen at a time: narrow ones take two to five times as long.
-        count = blocks.size // self.block_bytes
-        most = _WIDE // self.block_size
-        beside = next(n for n in range(most, 0, -1) if count % n == 0)
+        beside = math.gcd(blocks.size // self.block_bytes, _WIDE)
         values = gguf_values(self.name, blocks.reshape(-1, beside * self.block_bytes))
         return torch.from_numpy(values).reshape(quantized.shape).to(quantized.data.device)
 
@@ -162,13 +188,10 @@ def gguf_module() -> Any:
         raise FormatError(f"GGUF formats need the package gguf: {_INSTALL}") from None
 
 
-def gguf_values(name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+def gguf_values(name: str, rows: Bytes) -> Floats:
     """The values of rows of blocks, by gguf-py."""
     gguf = gguf_module()
-    values: npt.NDArray[np.float32] = gguf.dequantize(
-        rows, gguf.GGMLQuantizationType[name.upper()]
-    )
-    return values
+    return gguf.dequantize(rows, gguf.GGMLQuantizationType[name.upper()])
 
 
 @cache
@@ -208,50 +231,10 @@ def is_ggml(file: Path) -> bool:
     return bool(_GGML.fullmatch(file.name))
 
 
-def quantize_rows(
-    weight: npt.NDArray[np.float32],
-    ggml_type: int,
-    row_bytes: int,
-    importance: npt.NDArray[np.float32] | None = None,
-) -> npt.NDArray[np.uint8]:
-    """Quantizes a (rows, columns) array with ggml, on as many threads as torch uses.
-
-    Rows are independent, so the number of threads changes only the time. ggml aborts the process on invalid input, so
-    all known cases are refused here. Of the importance of columns only proportions count.
-    """
-    library = ggml_library()
-    weight = np.ascontiguousarray(weight, dtype=np.float32)
-    rows, columns = weight.shape
-    if importance is not None:
-        importance = _proportions(importance, columns)
-    blocks = np.empty((rows, row_bytes), np.uint8)
-    weighed = None if importance is None else importance.ctypes.data
-    # Tables of the IQ types, once; up to six seconds.
-    library.ggml_quantize_init(ggml_type)
-
-    def quantize(first: int, last: int) -> int:
-        span = (first * columns, last - first, columns)
-        written: int = library.ggml_quantize_chunk(
-            ggml_type, weight.ctypes.data, blocks.ctypes.data, *span, weighed
-        )
-        return written
-
-    threads = min(rows, torch.get_num_threads())
-    bounds = [rows * i // threads for i in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:  # ctypes releases the interpreter lock
-        written = sum(pool.map(quantize, bounds[:-1], bounds[1:]))
-    if written != blocks.nbytes:
-        raise FormatError(
-            f"ggml wrote {written} bytes where {blocks.nbytes} were expected: upgrade xllamacpp"
-        )
-    return blocks
-
-
-def _proportions(
-    importance: npt.NDArray[np.float32], columns: int
-) -> npt.NDArray[np.float32]:
-    """Scales the importance by a power of two to a largest value in [1/2, 1): exact, and safe from ggml's overflows."""
-    values = np.ascontiguousarray(importance, dtype=np.float32)
+def _proportions(importance: Tensor, columns: int) -> Floats:
+    """Only proportions count. Scales them by a power of two to a largest value in [1/2, 1): exact, and safe from ggml's
+    overflows."""
+    values = importance.detach().float().cpu().numpy()
     if values.shape != (columns,):
         raise FormatError(
             f"importance has shape {values.shape} where {(columns,)} was expected"

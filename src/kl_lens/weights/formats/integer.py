@@ -30,12 +30,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from kl_lens.base.lazy import torch
-from kl_lens.weights.formats.format import Format, Quantized, register
+from kl_lens.base.lazy import Tensor, torch
+from kl_lens.weights.formats.format import Bytes, Format, Quantized, register
 
-_PACKED_AT_ONCE = 1 << 22
 # float32's machine epsilon; still exact in FP16, as a subnormal.
 NNCF_SMALLEST_SCALE = 2.0**-23
 GROUPS = (128, 64, 32)
@@ -50,48 +48,48 @@ class GroupedFormat(Format):
         """Data type of scales; FP16 as in NNCF."""
         return torch.float16
 
-    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+    def stored_scales(self, scales: Tensor) -> Tensor:
         """Scales in float32, as a file holds them."""
         return scales.to(self.scale_dtype)
 
-    def scale_values(self, stored: torch.Tensor) -> torch.Tensor:
+    def scale_values(self, stored: Tensor) -> Tensor:
         """The same back in float32."""
         return stored.float()
 
-    def _quantize(self, weight: torch.Tensor) -> Quantized:
+    def _quantize(self, weight: Tensor) -> Quantized:
         groups = self._grouped(weight)
         scales = self.covering_scales(groups)
         return self._stored(weight, self._codes(groups / scales), scales)
 
-    def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
+    def covering_scales(self, groups: Tensor) -> Tensor:
         """The float32 scale of each group (…, columns): (…, 1)."""
         raise NotImplementedError
 
-    def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
+    def _codes(self, scaled: Tensor) -> Tensor:
         """Of weights divided by their scales."""
         raise NotImplementedError
 
     def _stored(
         self,
-        weight: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        zero_points: torch.Tensor | None = None,
+        weight: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None = None,
     ) -> Quantized:
         """Codes (…, rows, groups, columns of a group), and scales (…, rows, groups, 1)."""
         zeros = None if zero_points is None else zero_points.squeeze(-1)
         stored = self.stored_scales(scales.squeeze(-1))
         return Quantized(self.name, tuple(weight.shape), codes.flatten(-2), stored, zeros)
 
-    def _grouped(self, weight: torch.Tensor) -> torch.Tensor:
+    def _grouped(self, weight: Tensor) -> Tensor:
         """(…, rows, groups, columns of a group)."""
         return weight.unflatten(-1, (-1, self._columns_per_group(weight.shape)))
 
-    def _places(self, codes: torch.Tensor) -> torch.Tensor:
+    def _places(self, codes: Tensor) -> Tensor:
         """What the scales are multiplied with, in float32."""
         return codes.float()
 
-    def dequantize(self, quantized: Quantized) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized) -> Tensor:
         assert quantized.scales is not None
         groups = self._grouped(self._places(quantized.data))
         if quantized.zero_points is not None:
@@ -103,7 +101,7 @@ class GroupedFormat(Format):
         numbers = (math.prod(shape) * self.bits + 7) // 8
         return numbers + self._groups(shape) * self.scale_dtype.itemsize
 
-    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+    def pack(self, quantized: Quantized) -> Bytes:
         if self.bits == 8:
             return super().pack(quantized)
         return pack_codes(quantized.data, self.bits)
@@ -115,31 +113,24 @@ class GroupedFormat(Format):
         return math.prod(shape[:-1]) * (shape[-1] // self._columns_per_group(shape))
 
 
-def pack_codes(numbers: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
+def pack_codes(numbers: Tensor, bits: int) -> Bytes:
     """One stream of bits, the first number in the lowest bits of the first byte."""
     values = numbers.cpu().to(torch.int8).numpy().reshape(-1).view(np.uint8)
-    if 8 % bits == 0:
-        count = 8 // bits
-        padded = np.append(values, np.zeros(-values.size % count, np.uint8))
-        codes = (padded & np.uint8(2**bits - 1)).reshape(-1, count)
-        packed = codes[:, 0].copy()
-        for index in range(1, count):
-            packed |= codes[:, index] << np.uint8(index * bits)
-        return packed
-    # Eight numbers in as many bytes as one has bits; rows are multiples of eight.
-    eights = values.reshape(-1, 8)
-    packed = np.empty((len(eights), bits), np.uint8)
-    shifts = np.arange(8, dtype="<u8") * bits
-    for first in range(0, len(packed), _PACKED_AT_ONCE):
-        part = slice(first, first + _PACKED_AT_ONCE)
-        words = np.bitwise_or.reduce(eights[part].astype("<u8") << shifts, axis=-1)
-        packed[part] = words.view(np.uint8).reshape(-1, 8)[:, :bits]
-    return packed.reshape(-1)
+    # Eight numbers in as many bytes as one has bits.
+    eights = np.append(values, np.zeros(-values.size % 8, np.uint8)).reshape(-1, 8)
+    packed = np.zeros((len(eights), bits), np.uint8)
+    for index in range(8):
+        byte, shift = divmod(index * bits, 8)
+        codes = eights[:, index] & (2**bits - 1)
+        packed[:, byte] |= codes << shift
+        if shift + bits > 8:
+            packed[:, byte + 1] |= codes >> (8 - shift)
+    return packed.reshape(-1)[: -(-values.size * bits // 8)]
 
 
 @dataclass(frozen=True)
 class IntegerFormat(GroupedFormat):
-    def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
+    def _codes(self, scaled: Tensor) -> Tensor:
         levels = 2 ** (self.bits - 1)
         return scaled.round_().clamp_(-levels, levels - 1).to(torch.int8)
 
@@ -148,7 +139,7 @@ class IntegerFormat(GroupedFormat):
 class SignedScaleFormat(IntegerFormat):
     """NNCF's symmetric modes; the formula is in the module's docstring."""
 
-    def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
+    def covering_scales(self, groups: Tensor) -> Tensor:
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)
         scales = torch.where(low.abs() >= high, low.abs(), -high) / 2 ** (self.bits - 1)
         return torch.where(
@@ -164,7 +155,7 @@ class AbsoluteMaximumFormat(IntegerFormat):
     def scale_dtype(self) -> torch.dtype:
         return torch.float32
 
-    def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
+    def covering_scales(self, groups: Tensor) -> Tensor:
         largest = groups.abs().amax(-1, keepdim=True)
         # A tensor as divisor: GPUs turn division by a number into a product with its rounded inverse.
         scales = largest / torch.full_like(largest, 2 ** (self.bits - 1) - 1)
@@ -203,12 +194,12 @@ class ZeroPointFormat(GroupedFormat):
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return super()._bytes(shape) + (self._groups(shape) * self.bits + 7) // 8
 
-    def pack_zero_points(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+    def pack_zero_points(self, quantized: Quantized) -> Bytes:
         """The zero points as in a file: of the same type as the weights."""
         assert quantized.zero_points is not None
         return pack_codes(quantized.zero_points, self.bits)
 
-    def _quantize(self, weight: torch.Tensor) -> Quantized:
+    def _quantize(self, weight: Tensor) -> Quantized:
         top = 2**self.bits - 1
         groups = self._grouped(weight)
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)
@@ -228,3 +219,20 @@ class ZeroPointFormat(GroupedFormat):
 register(ZeroPointFormat("uint4", 4, None, False))
 register_groups(ZeroPointFormat, "uint4", 4, False)
 register(ZeroPointFormat("uint2-g64", 2, 64, False, ("int4-g32", "int8")))
+
+
+@dataclass(frozen=True)
+class PackedFormat(SignedScaleFormat):
+    """Codes of a number of bits that does not divide a byte, stored without a sign. A row is one stream of bits; groups
+    of 32 or more end with a 32-bit word."""
+
+    def pack(self, quantized: Quantized) -> Bytes:
+        return pack_codes(quantized.data + 2 ** (self.bits - 1), self.bits)
+
+
+# What compressed-tensors' `pack-quantized` has and OpenVINO has not.
+register(ZeroPointFormat("uint8", 8, None, False))
+for _bits in (3, 5, 6):
+    register_groups(PackedFormat, f"int{_bits}", _bits, True)
+register_groups(SignedScaleFormat, "int8", 8, True, groups=(64, 32))  # NNCF has 128
+register_groups(ZeroPointFormat, "uint8", 8, False, last="uint8")

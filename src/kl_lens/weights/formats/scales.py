@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from kl_lens.weights.formats.blocks import LAYOUTS, small_scales, write_small_scales
 from kl_lens.weights.formats.format import Format, Quantized
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 
 
-def scales_of(fmt: Format, quantized: Quantized) -> tuple[torch.Tensor, ...]:
+def scales_of(fmt: Format, quantized: Quantized) -> tuple[Tensor, ...]:
     """Its scales and, where the format has them, its FP16 offsets or minima, each (…, rows, blocks); () if its values
     are not linear in FP16 scales."""
     if isinstance(fmt, GGUFFormat):
@@ -26,9 +27,7 @@ def scales_of(fmt: Format, quantized: Quantized) -> tuple[torch.Tensor, ...]:
     )
 
 
-def with_scales(
-    fmt: Format, quantized: Quantized, scales: Sequence[torch.Tensor]
-) -> Quantized:
+def with_scales(fmt: Format, quantized: Quantized, scales: Sequence[Tensor]) -> Quantized:
     """The same codes with other scales, in the order of `scales_of`."""
     if isinstance(fmt, GGUFFormat):
         blocks = quantized.data.unflatten(-1, (-1, fmt.block_bytes)).clone()
@@ -42,7 +41,7 @@ def with_scales(
 
 @dataclass(frozen=True)
 class SmallScales:
-    values: torch.Tensor  # whole numbers in float32, (…, rows, blocks, groups)
+    values: Tensor  # whole numbers in float32, (…, rows, blocks, groups)
     lowest: int
     highest: int
 
@@ -60,7 +59,7 @@ def small_scales_of(fmt: Format, quantized: Quantized) -> tuple[SmallScales, ...
 
 
 def with_small_scales(
-    fmt: Format, quantized: Quantized, small: Sequence[torch.Tensor]
+    fmt: Format, quantized: Quantized, small: Sequence[Tensor]
 ) -> Quantized:
     """The same codes and FP16 numbers with other small scales, in the order of `small_scales_of`."""
     layout = LAYOUTS[fmt.name]

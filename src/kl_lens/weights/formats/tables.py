@@ -25,11 +25,10 @@ from functools import cache
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kl_lens.base.accelerators import constant
-from kl_lens.base.lazy import torch
-from kl_lens.weights.formats.format import Quantized, register
+from kl_lens.base.lazy import Tensor, torch
+from kl_lens.weights.formats.format import Bytes, Floats, Quantized, register
 from kl_lens.weights.formats.integer import (
     NNCF_SMALLEST_SCALE,
     GroupedFormat,
@@ -96,20 +95,20 @@ MX_LARGEST_SCALE = 2.0**13  # 6 s still fits FP16
 class TableFormat(GroupedFormat):
     """`Quantized.data` holds the index of each weight's level (uint8)."""
 
-    levels: ClassVar[npt.NDArray[np.float32]]
+    levels: ClassVar[Floats]
     # Between levels; a value on a border goes down.
-    borders: ClassVar[npt.NDArray[np.float32]]
+    borders: ClassVar[Floats]
 
-    def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
+    def _codes(self, scaled: Tensor) -> Tensor:
         borders = self._on(scaled.device)[1]
         return torch.bucketize(scaled.contiguous(), borders).to(torch.uint8)
 
-    def _places(self, codes: torch.Tensor) -> torch.Tensor:
+    def _places(self, codes: Tensor) -> Tensor:
         return self._on(codes.device)[0][codes.long()]
 
     @classmethod
     @cache
-    def _on(cls, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _on(cls, device: torch.device) -> tuple[Tensor, Tensor]:
         """Levels and borders on the weight's device."""
         levels = constant(torch.from_numpy(cls.levels), device)
         return levels, constant(torch.from_numpy(cls.borders), device)
@@ -120,7 +119,7 @@ class NormalFloatFormat(TableFormat):
     levels = NF_LEVELS
     borders = NF_BORDERS
 
-    def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
+    def covering_scales(self, groups: Tensor) -> Tensor:
         return groups.abs().amax(-1, keepdim=True).clamp(min=NNCF_SMALLEST_SCALE)
 
 
@@ -135,20 +134,20 @@ class MicroscalingFormat(TableFormat):
     def scale_dtype(self) -> torch.dtype:
         return torch.uint8
 
-    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+    def stored_scales(self, scales: Tensor) -> Tensor:
         # The exponent of a float32 is E8M0's code. Adding all ones below it rounds up to a power of two.
         return ((scales.contiguous().view(torch.int32) + 0x7FFFFF) >> 23).to(torch.uint8)
 
-    def scale_values(self, stored: torch.Tensor) -> torch.Tensor:
+    def scale_values(self, stored: Tensor) -> Tensor:
         return (stored.int() << 23).view(torch.float32)
 
-    def covering_scales(self, groups: torch.Tensor) -> torch.Tensor:
+    def covering_scales(self, groups: Tensor) -> Tensor:
         largest = groups.abs().amax(-1, keepdim=True)
         scales = largest / torch.full_like(largest, float(MX_LEVELS[-1]))
         scales = scales.clamp(NNCF_SMALLEST_SCALE, MX_LARGEST_SCALE)
         return self.scale_values(self.stored_scales(scales))
 
-    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+    def pack(self, quantized: Quantized) -> Bytes:
         """E2M1's codes: the magnitude's index, and 8 for a negative sign."""
         indices = quantized.data.int() - MX_ZERO
         return pack_codes(indices.abs() + 8 * (indices < 0), self.bits)

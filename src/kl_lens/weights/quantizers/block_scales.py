@@ -8,6 +8,7 @@ scales are then rounded, with the same search, to the few bits that a block has 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kl_lens.base.accelerators import constant, elements_at_once
 from kl_lens.weights.formats import Quantized
@@ -29,9 +30,7 @@ _NEAR = torch.linspace(-0.9, 0.9, 19)
 _WIDE = torch.linspace(-4.0, 2.0, 61)
 
 
-def weighed_blocks(
-    fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tensor
-) -> Quantized:
+def weighed_blocks(fmt: GGUFFormat, weight: Tensor, importance: Tensor) -> Quantized:
     """A weight (rows, columns) in a type's blocks; importance (columns,). Uses ggml's own code on a CPU, and for
     types where weights share codes."""
     if weight.device.type == "cpu" or fmt.name not in LAYOUTS:
@@ -39,9 +38,7 @@ def weighed_blocks(
     return searched_blocks(fmt, weight, importance)
 
 
-def searched_blocks(
-    fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tensor
-) -> Quantized:
+def searched_blocks(fmt: GGUFFormat, weight: Tensor, importance: Tensor) -> Quantized:
     """The same with this module's search, on any device."""
     layout = LAYOUTS[fmt.name]
     if not fmt.takes_importance:
@@ -61,9 +58,7 @@ def searched_blocks(
     return with_codes(bare, block_levels(bare).rounded(values))
 
 
-def _weighed(
-    fmt: GGUFFormat, rows: torch.Tensor, importance: torch.Tensor
-) -> torch.Tensor:
+def _weighed(fmt: GGUFFormat, rows: Tensor, importance: Tensor) -> Tensor:
     """How much every weight counts, as in ggml's code for this type."""
     if fmt.name == "q6_k":
         return importance.expand_as(rows)
@@ -75,10 +70,10 @@ def _weighed(
 
 
 # A block's scale and minimum, and the small scales of its groups.
-Scales = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+Scales = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def _symmetric(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:
+def _symmetric(layout: Layout, x: Tensor, weigh: Tensor) -> Scales:
     """x and weigh: (blocks, groups, columns of a group)."""
     if layout.table:
         largest = float(IQ4_LEVELS[0])
@@ -94,7 +89,7 @@ def _symmetric(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:
     return whole, None, small
 
 
-def _with_minimum(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:
+def _with_minimum(layout: Layout, x: Tensor, weigh: Tensor) -> Scales:
     scales, minima = _line(x, weigh, layout.highest)
     if not layout.small_highest:
         return scales[:, 0], minima[:, 0], None
@@ -106,13 +101,13 @@ def _with_minimum(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scale
 
 
 def _fitted(
-    x: torch.Tensor,
-    weigh: torch.Tensor,
-    ends: torch.Tensor,
+    x: Tensor,
+    weigh: Tensor,
+    ends: Tensor,
     lowest: int = 0,
     highest: int = 0,
-    table: torch.Tensor | None = None,
-) -> torch.Tensor:
+    table: Tensor | None = None,
+) -> Tensor:
     """The best s (…,) with x ≈ s · code, for x (…, columns): codes from the scales that put the largest x at each
     of `ends`, s by least squares."""
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
@@ -125,8 +120,8 @@ def _fitted(
 
 
 def _stored(
-    scales: torch.Tensor, counts: torch.Tensor, lowest: int, highest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scales: Tensor, counts: Tensor, lowest: int, highest: int
+) -> tuple[Tensor, Tensor]:
     """A block's scales (blocks, groups) as one FP16 number per block, (blocks,), times small codes."""
     ends = lowest - _WIDE if lowest else highest + _WIDE
     whole = _fitted(scales, counts, ends, lowest, highest)
@@ -139,9 +134,7 @@ def _stored(
     return whole, _rounded(_divided(scales, whole[:, None]), lowest, highest)
 
 
-def _line(
-    x: torch.Tensor, weigh: torch.Tensor, highest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _line(x: Tensor, weigh: Tensor, highest: int) -> tuple[Tensor, Tensor]:
     """The best s and m ≤ 0, (…,) each, with x ≈ s · code + m: codes from scales around the smallest that covers the
     group, s and m by least squares; then once more starting from that m."""
     low = x.amin(-1).clamp_max(0)
@@ -179,18 +172,18 @@ def _line(
 
 
 def _rounded(
-    scaled: torch.Tensor, lowest: int, highest: int, table: torch.Tensor | None = None
-) -> torch.Tensor:
+    scaled: Tensor, lowest: int, highest: int, table: Tensor | None = None
+) -> Tensor:
     if table is None:
         return scaled.round_().clamp_(lowest, highest)
     return table[torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True)]
 
 
-def _summed(codes: torch.Tensor, weigh: torch.Tensor) -> torch.Tensor:
+def _summed(codes: Tensor, weigh: Tensor) -> Tensor:
     """Σ codes · weigh over columns, (…, tries) of (…, tries, columns)."""
     return (codes @ weigh.unsqueeze(-1)).squeeze(-1)
 
 
-def _divided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _divided(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and 0 where b is 0."""
     return torch.where(b == 0, 0, a / b)

@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kl_lens.base.accelerators import runs_triton
 from kl_lens.base.compiling import njit, prange
@@ -30,14 +31,14 @@ BLOCK = 128  # errors pass column by column within a block, and by one matrix pr
 class Objective:
     """Damped second moments, with the order and the factor that error feedback needs."""
 
-    moments: torch.Tensor  # (columns, columns), float32, damped
-    order: torch.Tensor  # columns, the most important first
-    mixing: torch.Tensor  # (columns, columns), unit upper triangular, in that order
+    moments: Tensor  # (columns, columns), float32, damped
+    order: Tensor  # columns, the most important first
+    mixing: Tensor  # (columns, columns), unit upper triangular, in that order
     # (columns,), in the original order: Rⱼⱼ², the part of a column's error that later ones cannot absorb.
-    remaining: torch.Tensor
+    remaining: Tensor
 
     @classmethod
-    def of(cls, moments: torch.Tensor, damping: float) -> Objective:
+    def of(cls, moments: Tensor, damping: float) -> Objective:
         """Adds `damping` × the diagonal's mean to it, so that columns that were never active count a little too."""
         exact = moments.double()
         mean = exact.diagonal().mean()
@@ -54,12 +55,12 @@ class Objective:
 
 
 @lru_cache(maxsize=1)
-def last_objective(moments: torch.Tensor, damping: float) -> Objective:
+def last_objective(moments: Tensor, damping: float) -> Objective:
     """`Objective.of`, kept for the next recipe of the same component. (Tensors are compared by identity.)"""
     return Objective.of(moments, damping)
 
 
-def fed_back(weight: torch.Tensor, levels: Levels, objective: Objective) -> torch.Tensor:
+def fed_back(weight: Tensor, levels: Levels, objective: Objective) -> Tensor:
     """Codes of a weight (rows, columns), rounded in order of importance with error feedback."""
     order = objective.order
     mixing = objective.mixing
@@ -77,8 +78,8 @@ def fed_back(weight: torch.Tensor, levels: Levels, objective: Objective) -> torc
 
 
 def descended(
-    weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
-) -> torch.Tensor:
+    weight: Tensor, levels: Levels, codes: Tensor, objective: Objective
+) -> Tensor:
     """The codes after one round of coordinate descent."""
     codes = codes.clone()
     moments = objective.moments
@@ -97,7 +98,7 @@ def descended(
 
 
 def with_fitted_scales(
-    weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
+    weight: Tensor, levels: Levels, codes: Tensor, objective: Objective
 ) -> Levels:
     """The levels with each group's scale (and bias) refitted to these codes, rounded to what can be stored."""
     if levels.fixed:
@@ -122,7 +123,7 @@ def with_fitted_scales(
 
 
 def _with_fitted_biases(
-    weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
+    weight: Tensor, levels: Levels, codes: Tensor, objective: Objective
 ) -> Levels:
     """Scale and bias of a group together: alone, each could hardly move against the other."""
     moments = objective.moments
@@ -157,12 +158,12 @@ def _with_fitted_biases(
 
 
 def round_in_order(
-    wanted: torch.Tensor,
-    weight: torch.Tensor,
-    mixing: torch.Tensor,
+    wanted: Tensor,
+    weight: Tensor,
+    mixing: Tensor,
     levels: Levels,
-    columns: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    columns: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Codes and errors (weight − value) of a block. Each column's wanted value shifts with the errors before it.
 
     `wanted`, which changes: the weights (rows, width) plus corrections for the errors of earlier blocks. `mixing`: how
@@ -180,12 +181,12 @@ def round_in_order(
 
 
 def descend(
-    pull: torch.Tensor,
-    moments: torch.Tensor,
-    codes: torch.Tensor,
-    errors: torch.Tensor,
+    pull: Tensor,
+    moments: Tensor,
+    codes: Tensor,
+    errors: Tensor,
     levels: Levels,
-    columns: torch.Tensor,
+    columns: Tensor,
 ) -> None:
     """One round of coordinate descent over a block: each column moves to its best level while the others stay. `pull`:
     the whole row's errors times this block's columns of the moments; it changes, and so do `codes` and `errors`."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kl_lens.base.accelerators import constant
 from kl_lens.base.compiling import njit, prange
@@ -36,9 +37,7 @@ _FACTORS = torch.linspace(0.5, 1.1, 19)  # times the smallest scale that covers 
 _REFITS = 4
 
 
-def searched_levels(
-    weight: torch.Tensor, fmt: Format, importance: torch.Tensor
-) -> Levels:
+def searched_levels(weight: Tensor, fmt: Format, importance: Tensor) -> Levels:
     """Levels of a weight (rows, columns) in a grouped format; importance (columns,), positive."""
     group = fmt.group_size or weight.shape[-1]
     groups = weight.reshape(-1, group)
@@ -65,7 +64,7 @@ def searched_levels(
         plain = Levels(group, torch.maximum(-low, high), 0, len(table) - 1, table=table)
         best = _best(groups, weigh, plain)
 
-    def by_row(part: torch.Tensor | None) -> torch.Tensor | None:
+    def by_row(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.view(weight.shape[0], -1)
 
     return replace(
@@ -76,7 +75,7 @@ def searched_levels(
     )
 
 
-def stored(fmt: Format, levels: Levels, codes: torch.Tensor) -> Quantized:
+def stored(fmt: Format, levels: Levels, codes: Tensor) -> Quantized:
     """These codes as an artifact stores them."""
     assert isinstance(fmt, GroupedFormat)
     zero_points = None
@@ -89,7 +88,7 @@ def stored(fmt: Format, levels: Levels, codes: torch.Tensor) -> Quantized:
     return Quantized(fmt.name, tuple(codes.shape), integers, scales, zero_points)
 
 
-def refitted(before: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def refitted(before: Tensor, scales: Tensor) -> Tensor:
     """Scales as stored: FP16 and never zero; where the new one is unusable, the old one."""
     rounded = scales.half().float()
     usable = torch.isfinite(rounded) & (rounded.abs() >= NNCF_SMALLEST_SCALE)
@@ -97,10 +96,10 @@ def refitted(before: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _best(
-    groups: torch.Tensor,
-    weigh: torch.Tensor,
+    groups: Tensor,
+    weigh: Tensor,
     plain: Levels,
-    factors: torch.Tensor = _FACTORS,
+    factors: Tensor = _FACTORS,
     shifts: tuple[float, ...] = (0.0,),
 ) -> Levels:
     """The best of `factors` × the plain scales, zero points moved by `shifts`; then rounded and refitted in turns.
@@ -118,7 +117,7 @@ def _best(
     return _refined(groups, weigh.repeat(len(groups) // len(weigh), 1), best)
 
 
-def _refined(groups: torch.Tensor, rows: torch.Tensor, best: Levels) -> Levels:
+def _refined(groups: Tensor, rows: Tensor, best: Levels) -> Levels:
     """Fitted to the codes and rounded again in turns, for as long as that helps; `rows` are the weights of groups."""
     codes, loss = _rounded(groups, rows, best)
     for _ in range(_REFITS):
@@ -133,15 +132,13 @@ def _refined(groups: torch.Tensor, rows: torch.Tensor, best: Levels) -> Levels:
     return best
 
 
-def _rounded(
-    groups: torch.Tensor, rows: torch.Tensor, levels: Levels
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounded(groups: Tensor, rows: Tensor, levels: Levels) -> tuple[Tensor, Tensor]:
     """Codes and loss, (groups, 1)."""
     codes = levels.rounded(groups)
     return codes, (rows * (groups - levels.values(codes)).square()).sum(-1, keepdim=True)
 
 
-def _chosen(better: torch.Tensor, new: Levels, old: Levels) -> Levels:
+def _chosen(better: Tensor, new: Levels, old: Levels) -> Levels:
     offsets = None
     if old.offsets is not None and new.offsets is not None:
         offsets = torch.where(better, new.offsets, old.offsets)
@@ -150,9 +147,7 @@ def _chosen(better: torch.Tensor, new: Levels, old: Levels) -> Levels:
     )
 
 
-def _fitted(
-    groups: torch.Tensor, rows: torch.Tensor, levels: Levels, codes: torch.Tensor
-) -> Levels:
+def _fitted(groups: Tensor, rows: Tensor, levels: Levels, codes: Tensor) -> Levels:
     """The levels with the scales, and biases if there are any, that suit these codes best."""
     factors = levels.places(codes)
     if levels.offsets is not None:
@@ -169,7 +164,7 @@ def _fitted(
     return replace(levels, scales=scales, offsets=(mean - scales * middle).half().float())
 
 
-def _best_affine(groups: torch.Tensor, rows: torch.Tensor, top: int) -> Levels:
+def _best_affine(groups: Tensor, rows: Tensor, top: int) -> Levels:
     """Scales and biases: the best of grids that cover a group's middle more or less widely; then refined."""
     low, high = torch.aminmax(groups, dim=-1, keepdim=True)
     span = (high - low).clamp_min(top * NNCF_SMALLEST_SCALE)
@@ -187,9 +182,7 @@ def _best_affine(groups: torch.Tensor, rows: torch.Tensor, top: int) -> Levels:
     return _refined(groups, rows, best)
 
 
-def _best_powers(
-    groups: torch.Tensor, rows: torch.Tensor, fmt: MicroscalingFormat
-) -> Levels:
+def _best_powers(groups: Tensor, rows: Tensor, fmt: MicroscalingFormat) -> Levels:
     """The best of the power of two that covers a group and the two below it; there is nothing to fit."""
     table = tuple(MX_LEVELS.tolist())
     covering = fmt.covering_scales(groups)
@@ -202,12 +195,12 @@ def _best_powers(
 
 
 def try_scales(
-    groups: torch.Tensor,
-    weigh: torch.Tensor,
+    groups: Tensor,
+    weigh: Tensor,
     plain: Levels,
-    factors: torch.Tensor,
-    shifts: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    factors: Tensor,
+    shifts: Tensor,
+) -> tuple[Tensor, Tensor | None]:
     """The best fitted scale and zero point of every group, (groups, 1), over all tries."""
     rows = weigh.repeat(len(groups) // len(weigh), 1)
     scales = plain.scales
@@ -231,12 +224,12 @@ def try_scales(
 
 
 def try_scales_on_cpu(
-    groups: torch.Tensor,
-    weigh: torch.Tensor,
+    groups: Tensor,
+    weigh: Tensor,
     plain: Levels,
-    factors: torch.Tensor,
-    shifts: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    factors: Tensor,
+    shifts: Tensor,
+) -> tuple[Tensor, Tensor | None]:
     scales = plain.scales.clone()
     points = scales.new_zeros(scales.shape)
     if plain.zero_points is not None:

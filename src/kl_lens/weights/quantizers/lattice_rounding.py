@@ -8,21 +8,20 @@ moves to its best point while the others stay, then every block's FP16 scale is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kl_lens.base.compiling import njit, prange
 from kl_lens.weights.formats import Quantized
+from kl_lens.weights.formats.format import Bytes, Floats
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat, gguf_module, gguf_values
 from kl_lens.weights.quantizers.feedback import BLOCK, Objective
 
-Array = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.uint16]
 RUN = 8  # weights whose signs are stored together
 ROUNDS = 3
@@ -30,23 +29,35 @@ SHORTLIST = 6  # grid vectors that are compared in the full metric
 
 
 def fed_back_blocks(
-    fmt: GGUFFormat, weight: torch.Tensor, blocks: Quantized, objective: Objective
+    fmt: GGUFFormat, weight: Tensor, blocks: Quantized, objective: Objective
 ) -> Quantized:
     """A matrix with the scales of `blocks` and codes by error feedback."""
-    lattice = LATTICES[fmt.name]
+    vectors = grid_of(fmt.name)
     exact = np.ascontiguousarray(weight.cpu().numpy())
     moments = objective.moments.cpu().numpy()
     rows, columns = exact.shape
     packed = blocks.data.cpu().numpy().reshape(-1, fmt.block_bytes)
     scales = run_scales(fmt.name, packed).reshape(rows, -1)
-    codes = np.zeros((rows, columns // lattice.width), np.uint16)
+    codes = np.zeros((rows, columns // vectors.shape[1]), np.uint16)
     signs = np.zeros((rows, columns // RUN), np.uint8)
     values = np.zeros_like(exact)
-    grid = np.ascontiguousarray(lattice.grid.T)
-    points = (grid, lattice.even, codes, signs, values)
-    _feed_back(exact, scales, _by_runs(objective), points)
-    runs = [moments[i : i + RUN, i : i + RUN] for i in range(0, columns, RUN)]
-    inverses = np.linalg.inv(np.stack(runs))
+    grid = np.ascontiguousarray(vectors.T)
+    # The last three are written.
+    points = (grid, fmt.name in EVEN, codes, signs, values)
+    runs, mixing, metrics = _by_runs(objective)
+    order = (runs[:, None] * RUN + np.arange(RUN)).reshape(-1)
+    ordered = exact[:, order]
+    errors = np.zeros_like(ordered)
+    for first in range(0, columns, BLOCK):
+        block = slice(first, first + BLOCK)
+        inside = slice(first // RUN, (first + BLOCK) // RUN)
+        part = ordered[:, block].copy()
+        wanted = part + errors[:, :first] @ mixing[:first, block]
+        inner = mixing[block, block].copy()
+        _round_runs(wanted, part, inner, metrics[inside], scales, runs[inside], *points)
+        errors[:, block] = part - values[:, order[block]]
+    corners = [moments[i : i + RUN, i : i + RUN] for i in range(0, columns, RUN)]
+    inverses = np.linalg.inv(np.stack(corners))
     for _ in range(ROUNDS):
         for first in range(0, columns, BLOCK):
             block = slice(first, first + BLOCK)
@@ -56,14 +67,14 @@ def fed_back_blocks(
             _descend(pull, inner, part, scales, first, *points)
         packed = _fitted(packed, exact, values, moments)
         scales = run_scales(fmt.name, packed).reshape(rows, -1)
-        values[:] = _values(lattice.grid, codes, signs, scales)
+        values[:] = _values(vectors, codes, signs, scales)
     codes = codes.reshape(len(packed), -1)
     packed = with_codes(fmt.name, packed, codes, signs.reshape(len(packed), -1))
     data = torch.from_numpy(packed).reshape(blocks.data.shape).to(weight.device)
     return Quantized(fmt.name, blocks.shape, data)
 
 
-def _by_runs(objective: Objective) -> tuple[npt.NDArray[np.int64], Array, Array]:
+def _by_runs(objective: Objective) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
     """Runs, the most important first; M in that order, (columns, columns); the metric of each, (runs, 8, 8)."""
     exact = objective.moments.double()
     runs = exact.diagonal().reshape(-1, RUN).sum(-1).argsort(descending=True, stable=True)
@@ -77,28 +88,7 @@ def _by_runs(objective: Objective) -> tuple[npt.NDArray[np.int64], Array, Array]
     return runs.cpu().numpy(), whole, (roots @ roots.mT).float().cpu().numpy()
 
 
-def _feed_back(
-    weight: Array,
-    scales: Array,
-    by_runs: tuple[npt.NDArray[np.int64], Array, Array],
-    points: tuple[Array, bool, Codes, Bytes, Array],
-) -> None:
-    """`points`: the grid and its rule of signs; codes, signs and values, which are written."""
-    runs, mixing, metrics = by_runs
-    order = (runs[:, None] * RUN + np.arange(RUN)).reshape(-1)
-    ordered = weight[:, order]
-    errors = np.zeros_like(ordered)
-    for first in range(0, weight.shape[1], BLOCK):
-        block = slice(first, first + BLOCK)
-        inside = slice(first // RUN, (first + BLOCK) // RUN)
-        part = ordered[:, block].copy()
-        wanted = part + errors[:, :first] @ mixing[:first, block]
-        inner = mixing[block, block].copy()
-        _round_runs(wanted, part, inner, metrics[inside], scales, runs[inside], *points)
-        errors[:, block] = part - points[-1][:, order[block]]
-
-
-def _fitted(packed: Bytes, weight: Array, values: Array, moments: Array) -> Bytes:
+def _fitted(packed: Bytes, weight: Floats, values: Floats, moments: Floats) -> Bytes:
     """Blocks with their FP16 scales fitted to the codes, each by least squares given the others."""
     old = packed[:, :2].copy().view(np.float16).astype(np.float32)
     old = old.reshape(len(weight), -1)
@@ -120,7 +110,7 @@ def _fitted(packed: Bytes, weight: Array, values: Array, moments: Array) -> Byte
     return changed
 
 
-def _values(grid: Array, codes: Codes, signs: Bytes, scales: Array) -> Array:
+def _values(grid: Floats, codes: Codes, signs: Bytes, scales: Floats) -> Floats:
     bits = np.unpackbits(signs[..., None], axis=-1, bitorder="little").astype(np.float32)
     points = grid[codes].reshape(*signs.shape, RUN) * (1 - 2 * bits)
     values = (points * scales[..., None]).reshape(len(codes), -1)
@@ -299,53 +289,28 @@ def _descend(  # type: ignore[no-untyped-def]
                         pulls[k] -= step * moments[at + i, k]
 
 
-@dataclass(frozen=True)
-class Lattice:
-    """One of ggml's types where four or eight weights share a code.
-
-    A block of 256 weights has one FP16 scale, a 4-bit scale for every 16 or 32 weights, an index into a fixed grid of
-    vectors for every 4 or 8 weights, and a sign for every weight. Where `even` is set, the signs of 8 weights are in 7
-    bits: the number of minus signs is even.
-    """
-
-    name: str
-    width: int  # weights of one grid vector
-    even: bool  # an even number of minus signs in every run
-    group: int  # weights that share a 4-bit scale
-
-    @property
-    def grid(self) -> Array:
-        """The vectors, (codes, width), all positive."""
-        return _grid(self.name)
-
-
-LATTICES = {
-    lattice.name: lattice
-    for lattice in (
-        Lattice("iq2_xxs", 8, True, 32),
-        Lattice("iq2_xs", 8, True, 16),
-        Lattice("iq2_s", 8, False, 16),
-        Lattice("iq3_xxs", 4, True, 32),
-        Lattice("iq3_s", 4, False, 32),
-    )
-}
+# ggml's types where four or eight weights share a code. A block of 256 weights has one FP16 scale, a 4-bit scale for
+# every 16 or 32 weights, an index into a fixed grid of vectors for every 4 or 8 weights, and a sign for every weight.
+# Of those named here the signs of 8 weights are in 7 bits: the number of minus signs is even.
+EVEN = ("iq2_xxs", "iq2_xs", "iq3_xxs")
 
 
 @cache
-def _grid(name: str) -> Array:
+def grid_of(name: str) -> Floats:
+    """The vectors, (codes, 4 or 8), all positive."""
     kind: Any = getattr(gguf_module().quants, name.upper())
     kind.init_grid()
-    grid: Array = np.ascontiguousarray(kind.grid.reshape(-1, LATTICES[name].width))
-    return grid
+    width = 8 if name.startswith("iq2") else 4
+    return np.ascontiguousarray(kind.grid.reshape(-1, width))
 
 
-def run_scales(name: str, blocks: Bytes) -> Array:
+def run_scales(name: str, blocks: Bytes) -> Floats:
     """What the grid is multiplied by in every run of 8 weights, (blocks, 32)."""
-    codes = np.zeros((len(blocks), 256 // LATTICES[name].width), np.uint16)
+    grid = grid_of(name)
+    codes = np.zeros((len(blocks), 256 // grid.shape[1]), np.uint16)
     first = with_codes(name, blocks, codes, np.zeros((1, 1), np.uint8))
     values = gguf_values(name, first).reshape(len(blocks), 32, RUN)
-    scales: Array = values[..., 0] / _grid(name)[0, 0]
-    return scales
+    return values[..., 0] / grid[0, 0]
 
 
 def with_codes(name: str, blocks: Bytes, codes: Codes, signs: Bytes) -> Bytes:
@@ -383,5 +348,4 @@ def with_codes(name: str, blocks: Bytes, codes: Codes, signs: Bytes) -> Bytes:
 def _joined(parts: npt.NDArray[Any], bits: int) -> Bytes:
     """(…, count) numbers of a few bits each → one byte, the first in its lowest bits."""
     shifts = np.arange(parts.shape[-1], dtype=np.uint16) * bits
-    joined: Bytes = (parts << shifts).sum(-1).astype(np.uint8)
-    return joined
+    return (parts << shifts).sum(-1).astype(np.uint8)

@@ -7,14 +7,12 @@ rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kl_lens.base.errors import FormatError
-from kl_lens.base.lazy import torch
+from kl_lens.base.lazy import Tensor, torch
 from kl_lens.weights.formats import Format, Quantized
-from kl_lens.weights.formats.blocks import LAYOUTS
+from kl_lens.weights.formats.blocks import LAYOUTS, with_codes
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat
 from kl_lens.weights.formats.integer import AbsoluteMaximumFormat, GroupedFormat
 from kl_lens.weights.quantizers.quantizer import (
@@ -28,6 +26,7 @@ from kl_lens.weights.quantizers.quantizer import (
 
 if TYPE_CHECKING:
     from kl_lens.weights.quantizers.feedback import Objective
+    from kl_lens.weights.quantizers.levels import Levels
 
 
 # Moments from few tokens are noisy, more so with many columns. So the diagonal's mean × (DAMPING + SCARCITY · columns /
@@ -54,7 +53,7 @@ class Nearest(Quantizer):
 
     def quantize(
         self,
-        weight: torch.Tensor,
+        weight: Tensor,
         fmt: Format,
         name: str,
         statistics: InputStatistics | None,
@@ -72,19 +71,11 @@ class ScaleSearch(LearningQuantizer):
             return f"ggml searches the scales of {fmt.name} itself; use imatrix or gptq"
         return f"{fmt.name} has no scales to choose"
 
-    def _rounding(
-        self, fmt: Format, moments: torch.Tensor, tokens: int
-    ) -> Callable[[torch.Tensor], Quantized]:
-        from kl_lens.weights.quantizers.group_scales import searched_levels, stored
-
-        importance = column_importance(moments)
-
-        def rounding(weight: torch.Tensor) -> Quantized:
-            levels = searched_levels(weight, fmt, importance)
-            searched = stored(fmt, levels, levels.rounded(weight))
-            return best_rows(weight, fmt, moments, [fmt.quantize(weight), searched])
-
-        return rounding
+    def _rounded(
+        self, weight: Tensor, fmt: Format, moments: Tensor, tokens: int
+    ) -> Quantized:
+        searched = _searched(weight, fmt, column_importance(moments))[0]
+        return best_rows(weight, fmt, moments, [fmt.quantize(weight), searched])
 
 
 class ImportanceMatrix(LearningQuantizer):
@@ -97,13 +88,13 @@ class ImportanceMatrix(LearningQuantizer):
             return None
         return f"ggml's {fmt.name} ignores importance; use gptq, or none"
 
-    def _rounding(
-        self, fmt: Format, moments: torch.Tensor, tokens: int
-    ) -> Callable[[torch.Tensor], Quantized]:
+    def _rounded(
+        self, weight: Tensor, fmt: Format, moments: Tensor, tokens: int
+    ) -> Quantized:
         from kl_lens.weights.quantizers.block_scales import weighed_blocks
 
         assert isinstance(fmt, GGUFFormat)
-        return partial(weighed_blocks, fmt, importance=column_importance(moments))
+        return weighed_blocks(fmt, weight, column_importance(moments))
 
 
 class ErrorFeedback(LearningQuantizer):
@@ -114,30 +105,23 @@ class ErrorFeedback(LearningQuantizer):
         has_levels = isinstance(fmt, GGUFFormat) or _is_grouped(fmt)
         return None if has_levels else f"{fmt.name} has no levels to choose from"
 
-    def _rounding(
-        self, fmt: Format, moments: torch.Tensor, tokens: int
-    ) -> Callable[[torch.Tensor], Quantized]:
+    def _rounded(
+        self, weight: Tensor, fmt: Format, moments: Tensor, tokens: int
+    ) -> Quantized:
         from kl_lens.weights.quantizers.feedback import last_objective
 
         damping = DAMPING + SCARCITY * len(moments) / max(tokens, 1)
         objective = last_objective(moments, damping)
-        importance = column_importance(moments)
         # In ggml's other types 4 or 8 weights share a code.
         is_lattice = isinstance(fmt, GGUFFormat) and fmt.name not in LAYOUTS
         feed = _by_lattice if is_lattice else _by_columns
-
-        def rounding(weight: torch.Tensor) -> Quantized:
-            # Plain rounding never won a row on the references; skip it where a GPU would wait for ggml's CPU search.
-            waits = fmt.searches and weight.device.type != "cpu"
-            choices = [] if waits or is_lattice else [fmt.quantize(weight)]
-            for importances in (importance, objective.remaining):
-                searched, learnt = feed(weight, fmt, importances, objective)
-                if importances is importance:
-                    choices.append(searched)
-                choices.append(learnt)
-            return best_rows(weight, fmt, moments, choices)
-
-        return rounding
+        choices = list(feed(weight, fmt, column_importance(moments), objective))
+        choices.append(feed(weight, fmt, objective.remaining, objective)[1])
+        # Plain rounding never won a row on the references; skip it where a GPU would wait for ggml's CPU search.
+        waits = fmt.searches and weight.device.type != "cpu"
+        if not (waits or is_lattice):
+            choices.insert(0, fmt.quantize(weight))
+        return best_rows(weight, fmt, moments, choices)
 
 
 def _is_grouped(fmt: Format) -> bool:
@@ -145,26 +129,33 @@ def _is_grouped(fmt: Format) -> bool:
     return isinstance(fmt, GroupedFormat) and not isinstance(fmt, AbsoluteMaximumFormat)
 
 
-def _by_columns(
-    weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
-) -> tuple[Quantized, Quantized]:
-    """With searched scales, and the same with error feedback."""
-    from kl_lens.weights.formats.blocks import with_codes
+def _searched(
+    weight: Tensor, fmt: Format, importance: Tensor
+) -> tuple[Quantized, Levels]:
+    """With searched scales, and the levels they give."""
     from kl_lens.weights.quantizers.block_scales import weighed_blocks
-    from kl_lens.weights.quantizers.feedback import (
-        descended,
-        fed_back,
-        with_fitted_scales,
-    )
     from kl_lens.weights.quantizers.group_scales import searched_levels, stored
     from kl_lens.weights.quantizers.levels import block_levels
 
     if isinstance(fmt, GGUFFormat):
         searched = weighed_blocks(fmt, weight, importance)
-        levels = block_levels(searched)
-    else:
-        levels = searched_levels(weight, fmt, importance)
-        searched = stored(fmt, levels, levels.rounded(weight))
+        return searched, block_levels(searched)
+    levels = searched_levels(weight, fmt, importance)
+    return stored(fmt, levels, levels.rounded(weight)), levels
+
+
+def _by_columns(
+    weight: Tensor, fmt: Format, importance: Tensor, objective: Objective
+) -> tuple[Quantized, Quantized]:
+    """With searched scales, and the same with error feedback."""
+    from kl_lens.weights.quantizers.feedback import (
+        descended,
+        fed_back,
+        with_fitted_scales,
+    )
+    from kl_lens.weights.quantizers.group_scales import stored
+
+    searched, levels = _searched(weight, fmt, importance)
     codes = fed_back(weight, levels, objective)
     for _ in range(ROUNDS):
         levels = with_fitted_scales(weight, levels, codes, objective)
@@ -175,7 +166,7 @@ def _by_columns(
 
 
 def _by_lattice(
-    weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
+    weight: Tensor, fmt: Format, importance: Tensor, objective: Objective
 ) -> tuple[Quantized, Quantized]:
     from kl_lens.weights.quantizers.lattice_rounding import fed_back_blocks
 
@@ -191,7 +182,7 @@ class Tuned(Quantizer):
 
     def quantize(
         self,
-        weight: torch.Tensor,
+        weight: Tensor,
         fmt: Format,
         name: str,
         statistics: InputStatistics | None,
@@ -201,7 +192,7 @@ class Tuned(Quantizer):
         )
 
 
-def column_importance(moments: torch.Tensor) -> torch.Tensor:
+def column_importance(moments: Tensor) -> Tensor:
     """The diagonal, made positive; all ones if it is zero everywhere."""
     diagonal = moments.diagonal().clamp_min(0)
     mean = diagonal.mean()  # stays on the GPU: reading it would wait for all pending work

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kl_lens.base.accelerators import elements_at_once
 from kl_lens.base.errors import FormatError
-from kl_lens.base.lazy import torch
+from kl_lens.base.lazy import Tensor, torch
 from kl_lens.weights.formats import Format, Quantized
 from kl_lens.weights.formats.format import checked_float32
 
@@ -19,7 +19,7 @@ class InputStatistics:
     """Statistics of one component's inputs on the calibration text."""
 
     # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns).
-    second_moments: torch.Tensor
+    second_moments: Tensor
     tokens: tuple[int, ...]  # inputs they were taken over: one number, or one per expert
 
 
@@ -41,7 +41,7 @@ class Quantizer(ABC):
     @abstractmethod
     def quantize(
         self,
-        weight: torch.Tensor,
+        weight: Tensor,
         fmt: Format,
         name: str,
         statistics: InputStatistics | None,
@@ -79,7 +79,7 @@ class LearningQuantizer(Quantizer):
 
     def quantize(
         self,
-        weight: torch.Tensor,
+        weight: Tensor,
         fmt: Format,
         name: str,
         statistics: InputStatistics | None,
@@ -107,21 +107,22 @@ class LearningQuantizer(Quantizer):
         for index, expert in enumerate(experts):
             shared = moments.dim() == 2
             tokens = statistics.tokens[0 if shared else index]
-            rounding = self._rounding(fmt, moments if shared else moments[index], tokens)
+            own = moments if shared else moments[index]
             step = max(1, elements_at_once(expert.device) // expert.shape[1])
-            pieces += map(rounding, expert.split(step))
+            for rows in expert.split(step):
+                pieces.append(self._rounded(rows, fmt, own, tokens))
         return Quantized.stacked(pieces, tuple(weight.shape))
 
     @abstractmethod
-    def _rounding(
-        self, fmt: Format, moments: torch.Tensor, tokens: int
-    ) -> Callable[[torch.Tensor], Quantized]:
-        """A function that quantizes rows, (rows, columns) in float32. The moments (columns, columns) of so many tokens
-        are finite, possibly all zero."""
+    def _rounded(
+        self, weight: Tensor, fmt: Format, moments: Tensor, tokens: int
+    ) -> Quantized:
+        """Rows, (rows, columns) in float32. The moments (columns, columns) of so many tokens are finite, possibly all
+        zero."""
 
 
 def best_rows(
-    weight: torch.Tensor, fmt: Format, moments: torch.Tensor, choices: Sequence[Quantized]
+    weight: Tensor, fmt: Format, moments: Tensor, choices: Sequence[Quantized]
 ) -> Quantized:
     """Each row from the choice with the smallest loss e H eᵀ, e its error; ties go to the first."""
     losses = []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _ROWS = 16
 
@@ -158,11 +159,11 @@ def _descend(  # type: ignore[no-untyped-def]
 
 def _launch(
     kernel: Any,
-    first: list[torch.Tensor],
+    first: list[Tensor],
     levels: Any,
-    columns: torch.Tensor,
-    codes: torch.Tensor,
-    errors: torch.Tensor,
+    columns: Tensor,
+    codes: Tensor,
+    errors: Tensor,
 ) -> None:
     rows, width = codes.shape
     groups = (columns // levels.group).to(torch.int32)
@@ -188,12 +189,12 @@ def _launch(
 
 
 def round_in_order(
-    wanted: torch.Tensor,
-    weight: torch.Tensor,
-    mixing: torch.Tensor,
+    wanted: Tensor,
+    weight: Tensor,
+    mixing: Tensor,
     levels: Any,
-    columns: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    columns: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Like `feedback.round_in_order`, but `wanted` is not changed."""
     codes = torch.empty_like(weight)
     errors = torch.empty_like(weight)
@@ -202,12 +203,12 @@ def round_in_order(
 
 
 def descend(
-    pull: torch.Tensor,
-    moments: torch.Tensor,
-    codes: torch.Tensor,
-    errors: torch.Tensor,
+    pull: Tensor,
+    moments: Tensor,
+    codes: Tensor,
+    errors: Tensor,
     levels: Any,
-    columns: torch.Tensor,
+    columns: Tensor,
 ) -> None:
     """Like `feedback.descend`, but `pull` is not changed."""
     _launch(_descend, [pull.contiguous(), moments], levels, columns, codes, errors)
