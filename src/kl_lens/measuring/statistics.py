@@ -18,6 +18,8 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from kl_lens.base.errors import CheckpointError, FormatError, RunError, UnlearntError
 from kl_lens.base.files import whole, write_text
 from kl_lens.model import LoadedModel, States
+from kl_lens.model.anatomy import ProductWatch
 from kl_lens.model.chain import BlockCalls
 from kl_lens.run.records import Component
 from kl_lens.text.windows import Windows
@@ -165,45 +167,32 @@ class StoredStatistics:
             ) from error
         return InputStatistics(_unpacked(packed.to(device), entry["columns"]), tokens)
 
-    def add(
-        self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]
-    ) -> None:
+    def add(self, file: str, finished: Sequence[Finished]) -> None:
         """Writes finished components to a file, then to the index."""
         tensors: dict[str, Tensor] = {}
-        for name, statistics in moments.items():
-            packed = _packed(statistics.second_moments)
-            equal = (
-                earlier
-                for earlier, tensor in tensors.items()
-                if torch.equal(tensor, packed)
-            )
-            under = next(equal, name)
-            if under == name:
-                tensors[name] = packed
-            self._components[name] = {
-                "file": file,
+        for entry in sorted(finished, key=lambda entry: entry.moments is not None):
+            under = None
+            if entry.moments is not None:
+                packed = _packed(entry.moments)
+                equal = (name for name, t in tensors.items() if torch.equal(t, packed))
+                under = next(equal, entry.name)
+                tensors.setdefault(under, packed)
+            self._components[entry.name] = {
+                "file": file if under else None,
                 "under": under,
-                "columns": statistics.second_moments.shape[-1],
-                "tokens": list(statistics.tokens),
-                "note": notes.get(name),
+                "columns": entry.columns,
+                "tokens": entry.tokens,
+                "note": entry.note,
             }
         if tensors:
             with whole(self.folder / file) as temporary:
                 save_file(tensors, temporary)
-        self._write_index()
-
-    def add_without_moments(
-        self, component: str, note: str, columns: int | None, tokens: int
-    ) -> None:
-        """Records a component whose columns count equally (`columns` given), or about which nothing is known (None)."""
-        self._components[component] = {
-            "file": None,
-            "under": None,
-            "columns": columns,
-            "tokens": [tokens],
-            "note": note,
+        index = {
+            "identity": self.identity,
+            "digest": self.digest,
+            "components": self._components,
         }
-        self._write_index()
+        write_text(self.folder / _INDEX, json.dumps(index, indent=1) + "\n")
 
     def _require(self, identity: Mapping[str, Any]) -> None:
         for key, meaning in _MEANINGS.items():
@@ -220,13 +209,16 @@ class StoredStatistics:
             return self._components[component]["file"] is None
         return True
 
-    def _write_index(self) -> None:
-        index = {
-            "identity": self.identity,
-            "digest": self.digest,
-            "components": self._components,
-        }
-        write_text(self.folder / _INDEX, json.dumps(index, indent=1) + "\n")
+
+@dataclass(frozen=True)
+class Finished:
+    """One component's statistics. Without moments all columns count equally, or nothing is known (no columns)."""
+
+    name: str
+    moments: Tensor | None
+    columns: int | None
+    tokens: list[int]
+    note: str | None = None
 
 
 def _packed(moments: Tensor) -> Tensor:
@@ -240,9 +232,6 @@ def _unpacked(packed: Tensor, columns: int) -> Tensor:
     full[..., row, column] = packed
     full[..., column, row] = packed
     return full
-
-
-_PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
 
 
 def gather(
@@ -265,118 +254,120 @@ def gather(
     return stored
 
 
+@dataclass(frozen=True)
 class _Gathering:
-    def __init__(
-        self,
-        model: LoadedModel,
-        windows: Windows,
-        stored: StoredStatistics,
-        missing: Sequence[Component],
-    ) -> None:
-        self._model = model
-        self._chain = model.chain
-        self._stored = stored
-        self._missing = missing
-        self._tokens = windows.tokens
-        size = max(1, self._chain.task.rows_at_once // windows.length)
-        self._batches = windows.ids.split(size)
-        self._moments: dict[str, Moments] = {}
+    model: LoadedModel
+    windows: Windows
+    stored: StoredStatistics
+    missing: Sequence[Component]
+    moments: dict[str, Moments] = field(default_factory=dict)
+
+    @cached_property
+    def _batches(self) -> tuple[Tensor, ...]:
+        task = self.model.chain.task
+        return self.windows.ids.split(max(1, task.rows_at_once // self.windows.length))
 
     def run(self, progress: Callable[[int, int], None]) -> None:
-        calls = [self._chain.calls(ids) for ids in self._batches]
+        chain = self.model.chain
+        calls = [chain.calls(ids) for ids in self._batches]
         states = [States(call.hidden) for call in calls]
-        for index, block in enumerate(self._chain.blocks):
-            with self._model.present(block):
-                watch = self._watch([c for c in self._missing if index in c.blocks])
+        for index, block in enumerate(chain.blocks):
+            with self.model.present(block):
+                watch = self._watch([c for c in self.missing if index in c.blocks])
                 for number, call in enumerate(calls):
                     with watch:
-                        states[number] = self._chain.run(
-                            states[number], call, index, index + 1
-                        )
-                    self._check_states(
-                        states[number].hidden, f"after block {index}", number
-                    )
-                complete = [
-                    c for c in self._missing if c.blocks and c.blocks[-1] == index
-                ]
+                        states[number] = chain.run(states[number], call, index, index + 1)
+                    hidden = states[number].hidden
+                    self._check_states(hidden, f"after block {index}", number)
+                complete = [c for c in self.missing if c.blocks and c.blocks[-1] == index]
                 self._store(f"block-{index:03d}.safetensors", complete)
-            progress(index + 1, len(self._chain))
-        with self._model.present(self._model.model):
+            progress(index + 1, len(chain))
+        with self.model.present(self.model.model):
             self._outside(calls, states)
 
     def _outside(self, calls: Sequence[BlockCalls], states: Sequence[States]) -> None:
         """The head and other components outside the blocks."""
-        anatomy = self._model.anatomy
-        outside = [c for c in self._missing if not c.blocks]
+        anatomy = self.model.anatomy
+        outside = [c for c in self.missing if not c.blocks]
         looked_up = [c for c in outside if c.name == anatomy.embedding != anatomy.head]
         multiplied = [c for c in outside if c not in looked_up]
         watch = self._watch(multiplied)
         for number, (call, state) in enumerate(zip(calls, states, strict=True)):
             with watch:
-                final = self._chain.finish(state, call)  # stops before the head
+                final = self.model.chain.finish(state, call)  # stops before the head
             self._check_states(final, "before the head", number)
-            if anatomy.head in self._moments:
-                self._moments[anatomy.head].add(final)
-        self._store("outside.safetensors", multiplied)
-        for component in looked_up:
-            self._stored.add_without_moments(
-                component.name, LOOKED_UP, component.shape[-1], self._tokens
-            )
-
-    def _watch(self, components: Sequence[Component]) -> ProductWatch:
-        for component in components:
-            if component.name not in self._moments:
-                self._moments[component.name] = Moments(
-                    component.shape, self._chain.device
-                )
-        watched = {c.name: self._moments[c.name] for c in components}
-        return ProductWatch(
-            {c.name: self._model.tensor(c.weight) for c in components}, watched
+            if anatomy.head in self.moments:
+                self.moments[anatomy.head].add(final)
+        file = "outside.safetensors"
+        self._store(file, multiplied)
+        tokens = [self.windows.tokens]
+        self.stored.add(
+            file,
+            [Finished(c.name, None, c.shape[-1], tokens, LOOKED_UP) for c in looked_up],
         )
 
-    def _store(self, file: str, components: Sequence[Component]) -> None:
-        statistics: dict[str, InputStatistics] = {}
-        notes: dict[str, str] = {}
-        for name in (c.name for c in components):
-            moments = self._moments.pop(name)
-            if moments.in_parts:
-                self._stored.add_without_moments(name, "used only in parts", None, 0)
-            elif not any(moments.tokens):
-                unused = "never used in a matrix product"
-                note = (
-                    "no token of this text was routed to its experts"
-                    if moments.stacked
-                    else unused
-                )
-                self._stored.add_without_moments(name, note, None, 0)
-            elif not bool(moments.sums.any()):
-                self._stored.add_without_moments(
-                    name, NO_INPUT, moments.columns, sum(moments.tokens)
-                )
+    def _watch(self, components: Sequence[Component]) -> ProductWatch:
+        """Within, every product with one of these weights adds its inputs to that weight's moments."""
+        weights = {c.name: self.model.tensor(c.weight) for c in components}
+        for name, weight in weights.items():
+            self.moments.setdefault(name, Moments(weight.shape, weight.device))
+        ordered = sorted((weight.data_ptr(), name) for name, weight in weights.items())
+        starts = [start for start, _ in ordered]
+
+        def see(matrix: Tensor, inputs: Tensor) -> None:
+            index = bisect.bisect_right(starts, matrix.data_ptr()) - 1
+            if index < 0:
+                return
+            start, name = ordered[index]
+            weight = weights[name]
+            moments = self.moments[name]
+            offset = (matrix.data_ptr() - start) // weight.element_size()
+            if offset >= weight.numel() or matrix.dtype != weight.dtype:
+                return
+            size = math.prod(weight.shape[-2:])
+            expert, within = divmod(offset, size)
+            is_one = within + matrix.numel() <= size
+            if is_one and matrix.shape[-1] == inputs.shape[-1] == moments.columns:
+                moments.add(inputs, expert)
             else:
-                statistics[name] = InputStatistics(moments.means, tuple(moments.tokens))
-                if not bool(torch.isfinite(moments.sums).all()):
-                    raise CheckpointError(
-                        f"{name}: its inputs are too large to square; load it in float32"
-                    )
-                few = [
-                    str(e) for e, n in enumerate(moments.tokens) if n < moments.columns
-                ]
-                if few and moments.stacked:
-                    notes[name] = (
-                        f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the overall "
-                        "mean"
-                    )
-        self._stored.add(file, statistics, notes)
+                moments.in_parts = True
+
+        return ProductWatch(see)
+
+    def _store(self, file: str, components: Sequence[Component]) -> None:
+        finished = [self._finished(c.name, self.moments.pop(c.name)) for c in components]
+        self.stored.add(file, finished)
+
+    def _finished(self, name: str, moments: Moments) -> Finished:
+        tokens = moments.tokens
+        if moments.in_parts:
+            return Finished(name, None, None, [0], "used only in parts")
+        if not any(tokens):
+            note = "never used in a matrix product"
+            if moments.stacked:
+                note = "no token of this text was routed to its experts"
+            return Finished(name, None, None, [0], note)
+        if not bool(moments.sums.any()):
+            return Finished(name, None, moments.columns, [sum(tokens)], NO_INPUT)
+        if not bool(torch.isfinite(moments.sums).all()):
+            raise CheckpointError(
+                f"{name}: its inputs are too large to square; load it in float32"
+            )
+        few = [str(e) for e, n in enumerate(tokens) if n < moments.columns]
+        note = (
+            f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the overall mean"
+            if few and moments.stacked
+            else None
+        )
+        return Finished(name, moments.means, moments.columns, tokens, note)
 
     def _check_states(self, states: Tensor, position: str, number: int) -> None:
         finite = torch.isfinite(states).flatten(1).all(1)
         if not bool(finite.all()):
-            window = sum(map(len, self._batches[:number])) + int(
-                (~finite).nonzero()[0, 0]
-            )
+            before = sum(map(len, self._batches[:number]))
+            window = before + int((~finite).nonzero()[0, 0])
             raise CheckpointError(
-                f"{self._model.name}: states {position} hold NaN or infinity in window {window}; "
+                f"{self.model.name}: states {position} hold NaN or infinity in window {window}; "
                 "repair the checkpoint, or load it in float32"
             )
 
@@ -409,9 +400,8 @@ class Moments:
             experts, self.columns, self.columns, dtype=torch.float64, device=device
         )
         self.tokens = [0] * experts
-        self.in_parts = (
-            False  # a product used only some of the columns: the moments are incomplete
-        )
+        # A product used only some of the columns: the moments are incomplete.
+        self.in_parts = False
 
     def add(self, inputs: Tensor, expert: int = 0) -> None:
         """Adds inputs of shape (…, columns)."""
@@ -422,81 +412,9 @@ class Moments:
     @property
     def means(self) -> Tensor:
         """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up with the mean over all experts."""
-        tokens = torch.tensor(self.tokens, dtype=torch.float64, device=self.sums.device)[
-            :, None, None
-        ]
+        tokens = self.sums.new_tensor(self.tokens)[:, None, None]
+        if not self.stacked:
+            return (self.sums / tokens).float()[0]
         overall = self.sums.sum(0) / tokens.sum()
-        lacking = (
-            (self.columns - tokens).clamp_min(0)
-            if self.stacked
-            else torch.zeros_like(tokens)
-        )
-        means = ((self.sums + lacking * overall) / (tokens + lacking)).float()
-        return means if self.stacked else means[0]
-
-
-class ProductWatch(TorchFunctionMode):
-    """Within the block, every product with a watched weight adds its inputs to that weight's moments."""
-
-    def __init__(
-        self, weights: Mapping[str, Tensor], moments: Mapping[str, Moments]
-    ) -> None:
-        super().__init__()
-        self._moments = moments
-        ordered = sorted(
-            (weights[name].data_ptr(), name, weights[name]) for name in moments
-        )
-        self._starts = [start for start, _, _ in ordered]
-        self._weights = [(name, weight) for _, name, weight in ordered]
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "linear" and len(args) > 1:
-            self._see(args[0], args[1], transposed=False)
-        elif name in _PRODUCTS and len(args) > 1:
-            first = args[0]
-            second = args[1]
-            # weight · x: the inputs are the columns of x; x · weightᵀ: its rows.
-            if not self._see(
-                second.mT if second.dim() > 1 else second, first, transposed=False
-            ):
-                self._see(first, second, transposed=True)
-        return func(*args, **(kwargs or {}))
-
-    def _see(self, inputs: Tensor, operand: Tensor, *, transposed: bool) -> bool:
-        """Adds the inputs if the operand is (part of) a watched weight, (rows, columns) or its transpose."""
-        owner = self._owner(operand)
-        if owner is None:
-            return False
-        name, expert = owner
-        moments = self._moments[name]
-        matrix = operand.mT if transposed else operand
-        if (
-            matrix.shape[-1] != moments.columns
-            or inputs.shape[-1] != moments.columns
-            or expert is None
-        ):
-            moments.in_parts = True
-        else:
-            moments.add(inputs, expert)
-        return True
-
-    def _owner(self, operand: Tensor) -> tuple[str, int | None] | None:
-        """The weight whose memory holds the operand, and its expert (None: not one whole expert)."""
-        at = operand.data_ptr()
-        index = bisect.bisect_right(self._starts, at) - 1
-        if index < 0:
-            return None
-        name, weight = self._weights[index]
-        offset = (at - self._starts[index]) // weight.element_size()
-        if offset >= weight.numel() or operand.dtype != weight.dtype:
-            return None
-        size = math.prod(weight.shape[-2:])
-        expert = offset // size
-        return name, expert if offset + operand.numel() <= (expert + 1) * size else None
+        lacking = (self.columns - tokens).clamp_min(0)
+        return ((self.sums + lacking * overall) / (tokens + lacking)).float()

@@ -137,11 +137,7 @@ class _Describer:
         self.embedding_weight = None if embedding is None else _identity(embedding.weight)
         self.head_weight = _identity(chain.head.weight)
         loose = [p for name, p in model.named_parameters() if self._is_loose(name, p)]
-        ids = chain.task.blank(1, 5)
-        with _Watcher(loose) as watcher:
-            if loose:
-                chain.full_logits(ids)
-        self.summed = watcher.directions
+        self.summed = _directions(chain, loose)
 
     def _is_loose(self, name: str, parameter: nn.Parameter) -> bool:
         """A matrix, or a stack of them, outside a `Linear`: its orientation must be found by watching a forward."""
@@ -283,25 +279,21 @@ def _with_siblings(components: Sequence[Component]) -> list[Component]:
     ]
 
 
-# Function name → its arguments that are matrices, each with the axis that is summed over.
-_PRODUCTS = {
-    "linear": ((1, -1),),
-    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), ((0, -1), (1, -2))),
-    "__rmatmul__": ((1, -1), (0, -2)),
-    **dict.fromkeys(("addmm", "baddbmm"), ((1, -1), (2, -2))),
+# Where the factors of a matrix product are among the arguments of a function.
+_FACTORS = {
+    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), (0, 1)),
+    "__rmatmul__": (1, 0),
+    **dict.fromkeys(("addmm", "baddbmm"), (1, 2)),
 }
 
 
-class _Watcher(TorchFunctionMode):
-    """Watches along which axis parameters are multiplied. Formats quantize along the last axis, which must be the one
-    that a product sums over. For a `Linear` that is known. A parameter that a module multiplies itself
-    (`self.x_proj_weight @ x`) may be either way round."""
+class ProductWatch(TorchFunctionMode):
+    """Within the block, `see` gets either factor of every product as a matrix, with the other as its inputs. The axis
+    that is summed over comes last in both. Of a linear layer only the weight is a matrix."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, see: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
-        self._parameters = {_identity(p): p for p in parameters}
-        # For each parameter: whether products of it, or of its views, sum over its last axis.
-        self.directions: dict[int, set[bool]] = {key: set() for key in self._parameters}
+        self._see = see
 
     def __torch_function__(
         self,
@@ -311,22 +303,37 @@ class _Watcher(TorchFunctionMode):
         kwargs: Any = None,
     ) -> Any:
         operands = [*args, *(kwargs or {}).values()]
-        for position, axis in _PRODUCTS.get(getattr(func, "__name__", ""), ()):
-            if position < len(operands):
-                self._note(operands[position], axis)
+        name = getattr(func, "__name__", "")
+        if name == "linear":
+            self._see(operands[1], operands[0])
+        elif name in _FACTORS:
+            left, right = (operands[place] for place in _FACTORS[name])
+            turned = right.mT if right.dim() > 1 else right
+            self._see(left, turned)
+            self._see(turned, left)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, tensor: Any, axis: int) -> None:
-        if not isinstance(tensor, Tensor) or tensor.dim() < 2:
-            return
-        for key, parameter in self._parameters.items():
+
+def _directions(chain: Chain, parameters: Sequence[nn.Parameter]) -> dict[int, set[bool]]:
+    """For each parameter: whether products of it, or of its views, sum over its last axis. Formats quantize along that
+    axis. For a `Linear` it is known; one that a module multiplies itself (`self.x_proj_weight @ x`) may be either way
+    round."""
+    by_identity = {_identity(p): p for p in parameters}
+    directions: dict[int, set[bool]] = {identity: set() for identity in by_identity}
+
+    def see(matrix: Tensor, _: Tensor) -> None:
+        for identity, parameter in by_identity.items() if matrix.dim() > 1 else ():
             # Compare present addresses: weights on disk are somewhere else each time, or have no size.
             size = min(parameter.nbytes, parameter.untyped_storage().nbytes())
-            if 0 <= tensor.data_ptr() - parameter.data_ptr() < size:
-                whole = tensor.shape[axis] == parameter.shape[-1]
-                self.directions[key].add(
-                    whole and tensor.stride(axis) == parameter.stride(-1)
-                )
+            if 0 <= matrix.data_ptr() - parameter.data_ptr() < size:
+                whole = matrix.shape[-1] == parameter.shape[-1]
+                along_last = whole and matrix.stride(-1) == parameter.stride(-1)
+                directions[identity].add(along_last)
+
+    if parameters:
+        with ProductWatch(see):
+            chain.full_logits(chain.task.blank(1, 5))
+    return directions
 
 
 def turn_matrices(model: nn.Module) -> None:

@@ -72,8 +72,10 @@ class WeightStore:
         """`folder`: where expensive results are cached."""
         self._source = source
         self._statistics = statistics
-        self._disk = folder and DiskCache(folder, disk_budget)
-        self._tuned = folder and DiskCache(folder.parent / TUNED, sys.maxsize)
+        self._disk = self._tuned = None
+        if folder is not None:
+            self._disk = DiskCache(folder, disk_budget)
+            self._tuned = DiskCache(folder.parent / TUNED, sys.maxsize)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
         # (component, recipe or None for the original, state of the weight) → digest.
