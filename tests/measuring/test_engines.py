@@ -164,7 +164,7 @@ def test_weights_come_back_even_when_a_candidate_fails(
         )
     with pytest.raises(MemoryError):
         engine.measure(
-            [Perturbation.single("backbone.layers.1.mixer.in_proj", Recipe("int4"))] * 3
+            [Perturbation({"backbone.layers.1.mixer.in_proj": Recipe("int4")})] * 3
         )
     for name, parameter in mamba.model.named_parameters():
         assert torch.equal(parameter, originals[name])
@@ -172,7 +172,7 @@ def test_weights_come_back_even_when_a_candidate_fails(
 
 def test_a_tied_head_is_perturbed_with_its_embedding(mamba) -> None:
     (embedding,) = replacements(
-        mamba, Perturbation.single("backbone.embeddings", Recipe("int4"))
+        mamba, Perturbation({"backbone.embeddings": Recipe("int4")})
     )
     with swapped([embedding]):
         assert mamba.model.lm_head.weight is mamba.model.backbone.embeddings.weight
@@ -184,7 +184,7 @@ def test_what_must_not_be_quantized_is_refused(mamba) -> None:
         FormatError, match="conv1d cannot be quantized: short convolution"
     ):
         replacements(
-            mamba, Perturbation.single("backbone.layers.0.mixer.conv1d", Recipe("int8"))
+            mamba, Perturbation({"backbone.layers.0.mixer.conv1d": Recipe("int8")})
         )
 
 

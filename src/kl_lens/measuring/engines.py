@@ -52,7 +52,9 @@ from kl_lens.measuring.teacher import (
 from kl_lens.model import LoadedModel, States
 from kl_lens.run.readings import Reading
 
-Finish = Callable[[], list[list[Reading]]]
+Results = list[list[Reading]]  # the windows of each perturbation
+Finish = Callable[[], Results]
+Measured = Iterator[tuple[list[int], Results]]  # of groups
 Rows = Callable[[], Floats]  # waits for the result of `compare`
 
 
@@ -150,7 +152,7 @@ class Engine(ABC):
 
     def in_turn(
         self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
-    ) -> Iterator[tuple[list[int], list[list[Reading]]]]:
+    ) -> Measured:
         """These groups with their results. A GPU works on the next group while the last one's numbers are summed."""
         behind = 1 if self.chain.device.type == "cuda" else 0
         waiting: deque[tuple[list[int], Finish]] = deque()
@@ -174,8 +176,7 @@ class Engine(ABC):
         for measured, finish in waiting:
             yield measured, finish()
 
-    def measure(self, perturbations: Sequence[Perturbation]) -> list[list[Reading]]:
-        """The windows of each perturbation."""
+    def measure(self, perturbations: Sequence[Perturbation]) -> Results:
         measured: dict[int, list[Reading]] = {}
         for group, results in self.in_turn(perturbations, self.groups(perturbations)):
             measured.update(zip(group, results, strict=True))
@@ -194,31 +195,28 @@ class PlainEngine(Engine):
     def prepare(self, ids: Tensor) -> None:
         self.ids = ids.to(self.chain.device)
         self.targets = self.chain.task.targets(self.ids)
-        self._batches = ranges(len(ids), self.batch_windows(ids.shape[1]))
-        # The teacher runs once if its logits fit, and slabs are cut so that they do.
-        keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
-        # Free the last slab before the next one.
+        batches = ranges(len(ids), self.batch_windows(ids.shape[1]))
+        # Free the last slab before the next one. Slabs are cut so that the logits fit.
         self._teachers: dict[range, TeacherRows] = {}
-        batches = self._batches if keep else ()
-        self._teachers = {windows: self._teacher(windows) for windows in batches}
+        self._teachers = {
+            windows: TeacherRows.of(self._logits(windows), self._at(windows).flatten())
+            for windows in batches
+        }
 
     def batch_windows(self, length: int) -> int:
         """A few at a time, so that whole logits fit."""
         limit = self.memory_budget // 8 // (4 * self.vocabulary * length)
         return max(1, min(self.chain.task.rows_at_once // length, limit))
 
-    def _teacher(self, windows: range) -> TeacherRows:
-        if windows in self._teachers:
-            return self._teachers[windows]
-        targets = self.targets[windows.start : windows.stop].flatten()
-        return TeacherRows.of(self._logits(windows), targets)
+    def _at(self, windows: range) -> Tensor:
+        return self.targets[windows.start : windows.stop]
 
     def _logits(self, windows: range) -> Tensor:
         ids = self.ids[windows.start : windows.stop]
         return self.chain.full_logits(ids).flatten(0, 1)
 
     def teacher_cross_entropy(self) -> Floats:
-        rows = [self._teacher(windows).cross_entropy.cpu() for windows in self._batches]
+        rows = [teacher.cross_entropy.cpu() for teacher in self._teachers.values()]
         length = self.ids.shape[1]
         return np.concatenate([r.numpy().reshape(-1, length).sum(1) for r in rows])
 
@@ -229,13 +227,11 @@ class PlainEngine(Engine):
     def _measure_one(self, perturbation: Perturbation) -> list[Reading]:
         metrics: list[Reading] = []
         weights = replacements(self.model, perturbation)
-        for windows in self._batches:
-            teacher = self._teacher(windows)
+        for windows, teacher in self._teachers.items():
             with self.perturbed(perturbation, weights):
                 rows = compare(teacher, self._logits(windows), kernel=False)
-            targets = self.targets[windows.start : windows.stop]
             metrics += window_metrics(
-                windows, rows, teacher.signal, targets, self.vocabulary
+                windows, rows, teacher.signal, self._at(windows), self.vocabulary
             )
         return metrics
 
@@ -321,8 +317,8 @@ class FastEngine(Engine):
             for batch in self.teacher.batches
         ]
 
-        def finish() -> list[list[Reading]]:
-            metrics: list[list[Reading]] = [[] for _ in students]
+        def finish() -> Results:
+            metrics: Results = [[] for _ in students]
             for batch, members in measured:
                 for windows, rows in zip(metrics, members, strict=True):
                     windows += self._windows(batch, rows())

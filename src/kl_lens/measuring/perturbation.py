@@ -10,7 +10,6 @@ from contextlib import (
     ExitStack,
     contextmanager,
     nullcontext,
-    suppress,
 )
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -25,19 +24,16 @@ from kl_lens.model.states import MENUS, StateFormat, keeping
 from kl_lens.run.records import KINDS, Component
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
+Kept = tuple[Component, str]  # a state or cache, with the format it is kept in
+Unfit = tuple[Component, Recipe, str]  # what does not fit, with the reason
+
 
 @dataclass(frozen=True)
 class Perturbation:
     """Component name → recipe, for one candidate of the sweep or for a whole plan."""
 
     recipes: Mapping[str, Recipe]
-    states: tuple[
-        tuple[Component, str], ...
-    ] = ()  # states and caches, with the formats they are kept in
-
-    @classmethod
-    def single(cls, component: str, recipe: Recipe) -> Perturbation:
-        return cls({component: recipe})
+    states: tuple[Kept, ...] = ()
 
 
 class Kernels(Protocol):
@@ -68,7 +64,7 @@ class Candidate:
     def perturbation(self) -> Perturbation:
         if self.is_state:
             return Perturbation({}, ((self.component, str(self.recipe)),))
-        return Perturbation.single(self.component.name, self.recipe)
+        return Perturbation({self.component.name: self.recipe})
 
     def __str__(self) -> str:
         return f"{self.component.name} {self.recipe}"
@@ -90,7 +86,7 @@ def name_pattern(text: str | None) -> re.Pattern[str]:
 
 def find_candidates(
     anatomy: Anatomy, recipes: Sequence[Recipe], pattern: str | None = None
-) -> tuple[list[Candidate], list[tuple[Component, Recipe, str]]]:
+) -> tuple[list[Candidate], list[Unfit]]:
     """Every quantizable component × recipe in network order, and the ones that do not fit, with the reason.
 
     If a recipe does not fit, the format that runtimes store instead is measured, unless that is FP16. A pattern that
@@ -108,7 +104,7 @@ def find_candidates(
             "`kl-lens inspect MODEL --json` lists their names"
         )
     fitting: dict[Candidate, None] = {}
-    unfit: list[tuple[Component, Recipe, str]] = []
+    unfit: list[Unfit] = []
     for component in matching:
         for recipe in recipes:
             stored, reason = _stored(recipe, component)
@@ -147,9 +143,7 @@ def states_of(model: LoadedModel) -> tuple[Component, ...]:
     )
 
 
-def cached_states(
-    model: LoadedModel, caches: Mapping[str, str]
-) -> tuple[tuple[Component, str], ...]:
+def cached_states(model: LoadedModel, caches: Mapping[str, str]) -> tuple[Kept, ...]:
     """The keys and values of all blocks, in the formats of their kind."""
     components = states_of(model) if caches else ()
     return tuple(
@@ -161,7 +155,7 @@ def cached_states(
 
 def find_state_candidates(
     model: LoadedModel, formats: Sequence[str] | None = None, pattern: str | None = None
-) -> tuple[list[Candidate], list[tuple[Component, Recipe, str]]]:
+) -> tuple[list[Candidate], list[Unfit]]:
     """Every state and cache × format (default: `states.MENUS`), and what does not fit, with the reason. Of formats that
     are the same for a shape, the first counts."""
     if model.classifier is not None:
@@ -178,39 +172,35 @@ def find_state_candidates(
         )
         raise RunError(f"{model.name}: no states or caches to measure: {why}")
     fitting: dict[tuple[Component, StateFormat, int], Candidate] = {}
-    unfit: list[tuple[Component, Recipe, str]] = []
-    matching = [
-        component for component in components if expression.search(component.name)
-    ]
+    unfit: list[Unfit] = []
+    matching = [c for c in components if expression.search(c.name)]
     if not matching:
         kinds = " and ".join(dict.fromkeys(component.kind for component in components))
         raise RunError(
             f"{model.name} has {kinds}, such as {components[0].name}, and nothing that matches {pattern!r}"
         )
+    known = set[str]()
+    errors: dict[str, FormatError] = {}
     for component in matching:
-        kind = component.kind
         shape = (1, *component.shape)[-2:]
-        for name in formats or MENUS[kind]:
+        for name in formats or MENUS[component.kind]:
             try:
-                storage = StateFormat.parse(name, kind)
-            except FormatError:
-                if not any(_is_known(name, c.kind) for c in matching):
-                    raise
+                storage = StateFormat.parse(name, component.kind)
+            except FormatError as error:  # it may be for another kind
+                errors.setdefault(name, error)
                 continue
+            known.add(name)
             if reason := storage.fits(shape):
                 unfit.append((component, Recipe(name), reason))
             else:
                 key = (component, replace(storage, scales=""), storage.group(*shape))
                 fitting.setdefault(key, Candidate(component, Recipe(name)))
+    for name, error in errors.items():
+        if name not in known:
+            raise error
     if not fitting:
         raise RunError(f"{matching[0].name}: {unfit[0][2]}")
     return list(fitting.values()), unfit
-
-
-def _is_known(name: str, kind: str) -> bool:
-    with suppress(FormatError):
-        return bool(StateFormat.parse(name, kind))
-    return False
 
 
 def _stored(recipe: Recipe, component: Component) -> tuple[Recipe | None, str | None]:
@@ -261,7 +251,7 @@ def applied(
     recipes: Mapping[str, Recipe],
     weights: Sequence[Replacement],
     kernels: Kernels | None,
-    states: Sequence[tuple[Component, str]] = (),
+    states: Sequence[Kept] = (),
 ) -> Iterator[None]:
     """Within, the model has the quantized weights and rounded states and, with `kernels`, a runtime's activations."""
     formats: dict[int, dict[str, StateFormat]] = {}

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from kl_lens.measuring.engines import FastEngine
+from kl_lens.measuring.engines import FastEngine, Measured, Results
 from kl_lens.measuring.perturbation import Perturbation, first_block
 from kl_lens.measuring.teacher import Batch
-from kl_lens.model import BlockCalls, LoadedModel, States
+from kl_lens.model import Anatomy, BlockCalls, States
 from kl_lens.model.residency import BLOCKS_AT_ONCE, Residency
 from kl_lens.run.readings import Reading
 from kl_lens.run.records import Component
@@ -28,47 +29,38 @@ _CANDIDATES = 8
 _TEACHERS = 4
 
 
+@dataclass
 class _Flight:
     """A group of perturbations on its way through the blocks."""
 
-    def __init__(
-        self,
-        group: list[int],
-        members: list[Perturbation],
-        model: LoadedModel,
-        start: int,
-    ) -> None:
-        self.group = group
-        self.members = members
-        self._model = model
-        self.start = start
-        self.metrics: list[list[Reading]] = [[] for _ in members]
-        self.states: dict[int, States] = {}  # of each batch
-        self.calls: list[
-            BlockCalls
-        ] = []  # its own, if it differs from the teacher before the first block
+    group: list[int]
+    members: list[Perturbation]
+    anatomy: Anatomy
 
-    def among(self, choose: Callable[[Component], bool]) -> list[Perturbation]:
-        """Each member, restricted to the chosen components."""
-        component = self._model.anatomy.component
+    def __post_init__(self) -> None:
+        self.start = min(first_block(self.anatomy, member) for member in self.members)
+        self.metrics: Results = [[] for _ in self.members]
+        self.states: dict[int, States] = {}  # of each batch
+        # Its own, if it differs from the teacher before the first block.
+        self.calls: list[BlockCalls] = []
+
+    def here(self, block: int | None) -> list[Perturbation]:
+        """Each member, restricted to the components of a block; None: to those outside the blocks."""
+
+        def is_here(component: Component) -> bool:
+            return block in (component.blocks or (None,))
+
         return [
             Perturbation(
                 {
                     name: recipe
-                    for name, recipe in m.recipes.items()
-                    if choose(component(name))
+                    for name, recipe in member.recipes.items()
+                    if is_here(self.anatomy.component(name))
                 },
-                tuple(state for state in m.states if choose(state[0])),
+                tuple(state for state in member.states if is_here(state[0])),
             )
-            for m in self.members
+            for member in self.members
         ]
-
-    def here(self, block: int) -> list[Perturbation]:
-        return self.among(lambda c: block in c.blocks)
-
-    @property
-    def outside(self) -> list[Perturbation]:
-        return self.among(lambda c: not c.blocks)
 
 
 class StreamedEngine(FastEngine):
@@ -97,19 +89,17 @@ class StreamedEngine(FastEngine):
 
     def in_turn(
         self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
-    ) -> Iterator[tuple[list[int], list[list[Reading]]]]:
-        flights = []
-        for group in groups:
-            members = [perturbations[index] for index in group]
-            start = min(first_block(self.model.anatomy, member) for member in members)
-            flights.append(_Flight(group, members, self.model, start))
+    ) -> Measured:
+        anatomy = self.model.anatomy
+        flights = [_Flight(g, [perturbations[i] for i in g], anatomy) for g in groups]
         flights.sort(key=lambda flight: flight.start)
-        teacher_states = self._teacher_bytes // _TEACHERS
-        room = self.states_budget - self._teacher_bytes
+        # The teacher's states at one place; it has them where the first and the current block, the next one and the
+        # head begin.
+        rows = sum(batch.rows for batch in self.teacher.batches)
+        size = rows * self.teacher.row_bytes
+        room = self.states_budget - _TEACHERS * size
         waves = list(
-            _filled(
-                flights, lambda f: teacher_states * (len(f.members) + (f.start < 0)), room
-            )
+            _filled(flights, lambda f: size * (len(f.members) + (f.start < 0)), room)
         )
         # The teacher moves along and stops where the next wave starts.
         entering = [States(batch.calls.hidden) for batch in self.teacher.batches]
@@ -122,21 +112,12 @@ class StreamedEngine(FastEngine):
                 if f.start < len(self.chain)
             ]
             starts = [f.start for f in wave if f.start < len(self.chain)]
-            goal = max([at, *([min(following)] if following else starts)])
+            goal = max([at, *(following[:1] or starts)])
             self._through(wave, at, entering, goal)
             self._compare_wave(wave)
             at = goal
             for flight in wave:
                 yield flight.group, flight.metrics
-
-    @property
-    def _teacher_bytes(self) -> int:
-        """The teacher's states: inputs of the first block, the current one, the next one and the head."""
-        return (
-            _TEACHERS
-            * sum(batch.rows for batch in self.teacher.batches)
-            * self.teacher.row_bytes
-        )
 
     def _through(
         self, wave: Sequence[_Flight], at: int, entering: list[States], goal: int
@@ -145,7 +126,7 @@ class StreamedEngine(FastEngine):
         batches = self.teacher.batches
         for flight in wave:
             if flight.start < 0:
-                with self._perturbed(flight.outside):
+                with self._perturbed(flight.here(None)):
                     flight.calls = [
                         self.chain.calls(batch.calls.ids) for batch in batches
                     ]
@@ -194,17 +175,9 @@ class StreamedEngine(FastEngine):
 
     def _perturbed(self, members: Sequence[Perturbation]) -> AbstractContextManager[None]:
         """Applies what a flight changes behind its first block; only flights with a single member do."""
-        member = next(
-            (
-                perturbation
-                for perturbation in members
-                if perturbation.recipes or perturbation.states
-            ),
-            None,
-        )
-        if member is None or len(members) > 1:
+        if len(members) > 1 or not (members[0].recipes or members[0].states):
             return nullcontext()
-        return self.perturbed(member, self.student(member).weights)
+        return self.perturbed(members[0], self.student(members[0]).weights)
 
     def _compare_wave(self, wave: Sequence[_Flight]) -> None:
         with self.model.present(self.chain.head), self.teacher.running():
@@ -221,7 +194,7 @@ class StreamedEngine(FastEngine):
         together: list[tuple[list[Reading], Tensor]] = []
         for flight in flights:
             states = self._final(flight, batch, number)
-            head = self.student(flight.outside[0]) if len(states) == 1 else None
+            head = self.student(flight.here(None)[0]) if len(states) == 1 else None
             if head is not None and head.has_own_head:
                 (rows,) = self._compare(batch, states, head)
                 flight.metrics[0] += self._windows(batch, rows())
@@ -236,7 +209,7 @@ class StreamedEngine(FastEngine):
         """Each member's input of the head."""
         if flight.start == len(self.chain):
             return [batch.states] * len(flight.members)
-        with self._perturbed(flight.outside):
+        with self._perturbed(flight.here(None)):
             final = self.chain.finish(
                 flight.states.pop(number), self._calls(flight, number)
             )

@@ -84,13 +84,13 @@ class Teacher:
         self._products = products
         self.row_chunk = row_chunk
         vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
-        per_batch = max(1, tokens // ids.shape[1])
         self.batches = []
-        for first in range(0, len(ids), per_batch):
-            part = ids[first : first + per_batch]
+        first = 0
+        for part in ids.split(max(1, tokens // ids.shape[1])):
             answers = chain.task.targets(part).cpu()
             targets = answers.to(chain.device)
             windows = range(first, first + len(part))
+            first = windows.stop
             self.batches.append(Batch(windows, chain.calls(part), targets, answers))
         states = [States(batch.calls.hidden) for batch in self.batches]
         self.row_bytes = 0  # most bytes per row between two blocks
@@ -100,12 +100,10 @@ class Teacher:
                     for number, batch in enumerate(self.batches):
                         if budget is not None:
                             batch.inputs.append(states[number])
-                        states[number] = chain.run(
-                            states[number], batch.calls, index, index + 1
-                        )
-                        self.row_bytes = max(
-                            self.row_bytes, bytes_of(states[number]) // batch.rows
-                        )
+                        left = chain.run(states[number], batch.calls, index, index + 1)
+                        states[number] = left
+                        size = bytes_of(left) // batch.rows
+                        self.row_bytes = max(self.row_bytes, size)
             for batch in self.batches:
                 batch.states = chain.finish(states.pop(0), batch.calls)
         with model.present(chain.head):
@@ -128,32 +126,28 @@ class Teacher:
 
     def _keep(self, batch: Batch) -> None:
         """Allocates one tensor for the logits first: joining parts would need twice the memory."""
-        first = self._rows_of(batch, next(self._chunks(batch)))
-        logits = first.logits.new_empty(batch.rows, first.logits.shape[1])
-        lse = first.lse.new_empty(batch.rows)
-        top = first.top.new_empty(batch.rows)
-        for rows in self._chunks(batch):
-            part = first if rows.start == 0 else self._rows_of(batch, rows)
-            logits[rows] = part.logits
-            lse[rows] = part.lse
-            top[rows] = part.top
-        batch.stored_rows = TeacherRows(logits, lse, top, batch.targets.flatten())
-
-    def _chunks(self, batch: Batch) -> Iterator[slice]:
-        for first in range(0, batch.rows, self.row_chunk):
-            yield slice(first, min(first + self.row_chunk, batch.rows))
-
-    def _rows_of(self, batch: Batch, rows: slice) -> TeacherRows:
-        if batch.stored_rows is not None:
-            return batch.stored_rows.some(rows)
-        with self.running():
-            logits = self.chain.logits(batch.states.flatten(0, 1)[rows])
-        return TeacherRows.of(logits, batch.targets.flatten()[rows])
+        stored: TeacherRows | None = None
+        for rows, part in self.rows(batch):
+            if stored is None:
+                logits = part.logits.new_empty(batch.rows, part.logits.shape[1])
+                sums = part.lse.new_empty(batch.rows)
+                top = part.top.new_empty(batch.rows)
+                stored = TeacherRows(logits, sums, top, batch.targets.flatten())
+            stored.logits[rows] = part.logits
+            stored.lse[rows] = part.lse
+            stored.top[rows] = part.top
+        batch.stored_rows = stored
 
     def rows(self, batch: Batch) -> Iterator[tuple[slice, TeacherRows]]:
         """The teacher's logits, a chunk of rows at a time."""
-        for rows in self._chunks(batch):
-            yield rows, self._rows_of(batch, rows)
+        for first in range(0, batch.rows, self.row_chunk):
+            rows = slice(first, min(first + self.row_chunk, batch.rows))
+            if batch.stored_rows is not None:
+                yield rows, batch.stored_rows.some(rows)
+                continue
+            with self.running():
+                logits = self.chain.logits(batch.states.flatten(0, 1)[rows])
+            yield rows, TeacherRows.of(logits, batch.targets.flatten()[rows])
 
 
 def window_bytes(chain: Chain, time: int, width: int, vocabulary: int) -> int:

@@ -8,9 +8,10 @@ so does the size of the file.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -102,18 +103,14 @@ class _Tunable:
 
     def _basis(self, index: int) -> Tensor:
         """The values with one scale at 1 and the others at 0, (…, rows, blocks, groups, columns of a group)."""
-        scales = [
-            torch.full_like(scale, float(i == index))
-            for i, scale in enumerate(self._scales)
-        ]
+        scales = [torch.zeros_like(scale) for scale in self._scales]
+        scales[index] += 1
         bare = with_scales(self._format, self._quantized, scales)
+        groups = 1
         if self._small:
-            bare = with_small_scales(
-                self._format,
-                bare,
-                [torch.ones_like(small.values) for small in self._small],
-            )
-        groups = self._small[0].values.shape[-1] if self._small else 1
+            ones = [torch.ones_like(small.values) for small in self._small]
+            bare = with_small_scales(self._format, bare, ones)
+            groups = ones[0].shape[-1]
         return self._format.dequantize(bare).unflatten(
             -1, (self._scales[0].shape[-1], groups, -1)
         )
@@ -135,20 +132,12 @@ class _Tunable:
         if not self.factors:
             return self._format.dequantize(self._quantized)
         whole, small = self._stored_scales()
-        scales = (
-            [w.unsqueeze(-1) * s for w, s in zip(whole, small, strict=True)]
-            if small
-            else [w.unsqueeze(-1) for w in whole]
-        )
-        terms = [
-            scale.unsqueeze(-1) * basis
-            for scale, basis in zip(scales, self._bases, strict=True)
-        ]
-        return (
-            torch.stack(terms).sum(0).flatten(-3)
-            if len(terms) > 1
-            else terms[0].flatten(-3)
-        )
+        scales = [scale.unsqueeze(-1) for scale in whole]
+        if small:
+            scales = [w * s for w, s in zip(scales, small, strict=True)]
+        pairs = zip(scales, self._bases, strict=True)
+        terms = (scale.unsqueeze(-1) * basis for scale, basis in pairs)
+        return reduce(torch.add, terms).flatten(-3)
 
     def stored(self) -> Quantized:
         with torch.no_grad():
@@ -173,14 +162,12 @@ class _Student(torch.nn.Module):
         super().__init__()
         self.model = model.model
         self._opened = model
-        named = list(model.model.named_parameters(remove_duplicate=False))
-        identities = {
-            c.name: {id(p) for p in model.parameters_of(c)}
-            for c in model.anatomy.candidates
-        }
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in model.model.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(f"model.{name}")
         self._names = {
-            name: [n for n, p in named if id(p) in ids]
-            for name, ids in identities.items()
+            c.name: [name for p in model.parameters_of(c) for name in names[id(p)]]
+            for c in model.anatomy.candidates
         }
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -193,9 +180,7 @@ class _Student(torch.nn.Module):
             name: w.detach().requires_grad_(w.requires_grad)
             for name, w in weights.items()
         }
-        placed = {
-            f"model.{n}": leaf for name, leaf in leaves.items() for n in self._names[name]
-        }
+        placed = {n: leaf for name, leaf in leaves.items() for n in self._names[name]}
         size = max(1, LOGIT_BYTES // (4 * ids.shape[1] * int(chain.head.weight.shape[0])))  # type: ignore[index]
         for part in ids.split(size):
             target = chain.full_logits(part).float().softmax(-1)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 from kl_lens.base.errors import CheckpointError, TextError
-from kl_lens.model.chain import Chain, States
+from kl_lens.model.chain import Chain
 from kl_lens.text.sources import WIKITEXT, TextSource, open_text
 from kl_lens.text.windows import beginning_of, evaluation_windows
 
@@ -36,8 +36,6 @@ class Opened(Protocol):
 
     @property
     def chain(self) -> Chain: ...
-
-    def present(self, module: torch.nn.Module) -> AbstractContextManager[None]: ...
 
 
 class Beginning:
@@ -118,16 +116,9 @@ def _perplexities(model: Opened, tokenizer: Any, text: TextSource) -> tuple[floa
     begun[:, 0] = tokenizer.bos_token_id
     chain = model.chain
     ids = torch.cat([plain, begun]).to(chain.device)
-    calls = chain.calls(ids)
-    states = States(calls.hidden)
-    for index, block in enumerate(chain.blocks):  # one at a time, if they are on disk
-        with model.present(block):
-            states = chain.run(states, calls, index, index + 1)
-    entering = chain.finish(states, calls)
     losses = []
-    with model.present(chain.head):
-        for row, known in zip(entering, ids, strict=True):
-            logits = chain.logits(row[1:-1]).float()
-            losses.append(functional.cross_entropy(logits, known[2:]).item())
+    for row, tokens in zip(chain.final_states(ids), ids, strict=True):
+        logits = chain.logits(row[1:-1]).float()
+        losses.append(functional.cross_entropy(logits, tokens[2:]).item())
     before, after = torch.tensor(losses).reshape(2, -1).mean(1).tolist()
     return math.exp(min(before, 700.0)), math.exp(min(after, 700.0))

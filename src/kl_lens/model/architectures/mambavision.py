@@ -8,6 +8,7 @@ weights were trained with them: the bias of `dt_proj` counts twice, and the mixe
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -103,14 +104,13 @@ class Attention(nn.Module):
         return self.proj(mixed.transpose(1, 2).reshape(batch, positions, width))
 
 
-class Mlp(nn.Module):
-    def __init__(self, dim: int, inner: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(dim, inner)
-        self.fc2 = nn.Linear(inner, dim)
+def _steps(**modules: nn.Module) -> nn.Sequential:
+    """One after another, under the published names."""
+    return nn.Sequential(OrderedDict(modules))
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.fc2(functional.gelu(self.fc1(hidden_states)))
+
+def _scale(width: int, initial: float | None) -> nn.Parameter | None:
+    return None if initial is None else nn.Parameter(torch.full((width,), float(initial)))
 
 
 class Block(nn.Module):
@@ -123,15 +123,20 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.norm2 = nn.LayerNorm(dim)
         self.mixer = Attention(dim, heads) if attends else MambaVisionMixer(dim)
-        self.mlp = Mlp(dim, int(dim * config.mlp_ratio))
-        if config.layer_scale is not None:
-            self.gamma_1 = nn.Parameter(torch.full((dim,), float(config.layer_scale)))
-            self.gamma_2 = nn.Parameter(torch.full((dim,), float(config.layer_scale)))
+        inner = int(dim * config.mlp_ratio)
+        self.mlp = _steps(
+            fc1=nn.Linear(dim, inner), act=nn.GELU(), fc2=nn.Linear(inner, dim)
+        )
+        self.gamma_1 = _scale(dim, config.layer_scale)
+        self.gamma_2 = _scale(dim, config.layer_scale)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        scales = (self.gamma_1, self.gamma_2) if hasattr(self, "gamma_1") else (1, 1)
-        hidden_states = hidden_states + scales[0] * self.mixer(self.norm1(hidden_states))
-        return hidden_states + scales[1] * self.mlp(self.norm2(hidden_states))
+        mixed = self.mixer(self.norm1(hidden_states))
+        hidden_states = hidden_states + (
+            mixed if self.gamma_1 is None else self.gamma_1 * mixed
+        )
+        inner = self.mlp(self.norm2(hidden_states))
+        return hidden_states + (inner if self.gamma_2 is None else self.gamma_2 * inner)
 
 
 class ConvBlock(nn.Module):
@@ -139,24 +144,14 @@ class ConvBlock(nn.Module):
         super().__init__()
         self.conv1, self.conv2 = (nn.Conv2d(dim, dim, 3, padding=1) for _ in range(2))
         self.norm1, self.norm2 = (nn.BatchNorm2d(dim) for _ in range(2))
-        if config.layer_scale_conv is not None:
-            self.gamma = nn.Parameter(torch.full((dim,), float(config.layer_scale_conv)))
+        self.gamma = _scale(dim, config.layer_scale_conv)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         inner = functional.gelu(self.norm1(self.conv1(hidden_states)), approximate="tanh")
         inner = self.norm2(self.conv2(inner))
-        if hasattr(self, "gamma"):
+        if self.gamma is not None:
             inner = inner * self.gamma[:, None, None]
         return hidden_states + inner
-
-
-class Downsample(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.reduction = nn.Sequential(nn.Conv2d(dim, 2 * dim, 3, 2, 1, bias=False))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.reduction(hidden_states)
 
 
 class MambaVisionLayer(nn.Module):
@@ -175,7 +170,10 @@ class MambaVisionLayer(nn.Module):
             else ConvBlock(config, dim)
             for index in range(depth)
         )
-        self.downsample = Downsample(dim) if stage < len(config.depths) - 1 else None
+        self.downsample = None
+        if stage < len(config.depths) - 1:
+            halved = nn.Conv2d(dim, 2 * dim, 3, 2, 1, bias=False)
+            self.downsample = _steps(reduction=nn.Sequential(halved))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(batch, channels, height, width)"""
@@ -184,9 +182,9 @@ class MambaVisionLayer(nn.Module):
         else:
             for block in self.blocks:
                 hidden_states = block(hidden_states)
-        if self.downsample is not None:
-            hidden_states = self.downsample(hidden_states)
-        return hidden_states
+        return (
+            hidden_states if self.downsample is None else self.downsample(hidden_states)
+        )
 
     def _on_windows(self, images: Tensor) -> Tensor:
         batch, channels, height, width = images.shape
@@ -204,28 +202,18 @@ class MambaVisionLayer(nn.Module):
         return whole[:, :, :height, :width].contiguous()
 
 
-class PatchEmbed(nn.Module):
-    def __init__(self, config: MambaVisionConfig) -> None:
-        super().__init__()
-        first, second = config.patch_strides
-        self.conv_down = nn.Sequential(
-            nn.Conv2d(config.in_chans, config.in_dim, 3, first, 1, bias=False),
-            nn.BatchNorm2d(config.in_dim, eps=1e-4),
-            nn.ReLU(),
-            nn.Conv2d(config.in_dim, config.dim, 3, second, 1, bias=False),
-            nn.BatchNorm2d(config.dim, eps=1e-4),
-            nn.ReLU(),
-        )
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        return self.conv_down(pixel_values)
-
-
 class MambaVision(nn.Module):
     def __init__(self, config: MambaVisionConfig) -> None:
         super().__init__()
         features = config.dim * 2 ** (len(config.depths) - 1)
-        self.patch_embed = PatchEmbed(config)
+        widths = (config.in_chans, config.in_dim, config.dim)
+        layers: list[nn.Module] = []
+        for before, after, stride in zip(
+            widths, widths[1:], config.patch_strides, strict=False
+        ):
+            layers.append(nn.Conv2d(before, after, 3, stride, 1, bias=False))
+            layers += nn.BatchNorm2d(after, eps=1e-4), nn.ReLU()
+        self.patch_embed = _steps(conv_down=nn.Sequential(*layers))
         self.levels = nn.ModuleList(
             MambaVisionLayer(config, stage) for stage in range(len(config.depths))
         )
