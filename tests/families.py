@@ -395,6 +395,10 @@ def tiny_model(
     return model
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def token_ids(batch: int, time: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY, (batch, time), generator=generator)

@@ -8,7 +8,9 @@ from kl_lens.measuring.engines import ENGINES, Engine, FastEngine, PlainEngine
 from kl_lens.measuring.perturbation import (
     Perturbation,
     find_candidates,
+    find_state_candidates,
     replacements,
+    states_of,
     swapped,
 )
 from kl_lens.measuring.pieces import engine_for
@@ -27,14 +29,16 @@ FAMILIES = [
 
 
 def _one_of_each_kind(model) -> list[Perturbation]:
-    """The first and the last component of every kind, in both formats, and one joint plan."""
+    """The first and the last component and state of every kind, in two formats, and one joint plan."""
     candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])
+    states = []
+    if states_of(model):
+        states, _ = find_state_candidates(model, ["int4", "bf16"])
     chosen = {}
-    for candidate in candidates:
-        chosen.setdefault(
-            ("first", candidate.component.kind, candidate.recipe), candidate
-        )
-        chosen[("last", candidate.component.kind, candidate.recipe)] = candidate
+    for candidate in (*candidates, *states):
+        kind = (candidate.component.kind, candidate.recipe)
+        chosen.setdefault(("first", *kind), candidate)
+        chosen["last", *kind] = candidate
     joint = {
         c.component.name: Recipe("int4" if index % 3 else "int8")
         for index, c in enumerate(candidates[2::2])

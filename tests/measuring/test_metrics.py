@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 from kl_lens.measuring.metrics import (
     DELTA_CROSS_ENTROPY,
@@ -21,11 +22,10 @@ from kl_lens.measuring.metrics import (
 )
 from kl_lens.model.tasks import UNCOUNTED
 from kl_lens.run.readings import Reading, summarise
+from tests.families import normal
 
 
-def _in_double(
-    teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor
-) -> np.ndarray:
+def _in_double(teacher: Tensor, student: Tensor, targets: Tensor) -> np.ndarray:
     """The textbook definitions, in float64."""
     log_p = teacher.double().log_softmax(-1)
     log_q = student.double().log_softmax(-1)
@@ -87,7 +87,7 @@ def test_a_constant_added_to_all_logits_changes_nothing_but_sqnr(
     constant: float, seed: int
 ) -> None:
     """The paper's counter-example: the distribution is the same, yet the logits' SQNR is finite."""
-    teacher = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(seed))
+    teacher = 3 * normal(4, 50, seed=seed)
     targets = torch.zeros(4, dtype=torch.long)
     rows = compare(TeacherRows.of(teacher, targets), teacher + constant)
     assert rows[:, KL_TEACHER_STUDENT].max() < 1e-9

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kl_lens.base.errors import CheckpointError, FormatError, RunError, UnlearntError
 from kl_lens.measuring.statistics import Moments, StoredStatistics, gather
@@ -34,7 +34,7 @@ def test_the_moments_are_those_of_every_linear_layers_inputs(
     expected: dict[str, Moments] = {}
 
     def note(name: str) -> object:
-        def hook(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
+        def hook(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
             moments = expected.setdefault(
                 name, Moments(module.weight.shape, module.weight.device)
             )
@@ -79,7 +79,7 @@ def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(
     component = next(c for c in model.anatomy.candidates if c.kind == "dt_proj")
     mixer = model.model.get_submodule(component.name.rpartition(".")[0])
     rank = component.shape[-1]
-    outputs: list[torch.Tensor] = []
+    outputs: list[Tensor] = []
     mixer.x_proj.register_forward_hook(
         lambda _m, _a, output: outputs.append(output[..., :rank])
     )
@@ -109,7 +109,7 @@ def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:
     statistics = gather(model, windows, tmp_path)
     first = next(c for c in model.anatomy.candidates if len(c.shape) == 3)
     experts = model.model.get_submodule(first.name.rpartition(".")[0])
-    calls: list[tuple[torch.Tensor, ...]] = []
+    calls: list[tuple[Tensor, ...]] = []
     experts.register_forward_pre_hook(lambda _m, args: calls.append(args))
     model.chain.full_logits(windows.ids)
     inputs = calls[0][0].reshape(-1, first.shape[-1])

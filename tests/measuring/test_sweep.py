@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from kl_lens import planning
 from kl_lens.base.errors import PlanError, RunError
@@ -164,12 +165,10 @@ def test_the_default_number_of_windows_is_counted_from_their_cost(
 RANK = "true_rank"
 
 
-def _true_rank(
-    original: torch.Tensor, perturbed: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def _true_rank(original: Tensor, perturbed: Tensor, targets: Tensor) -> Tensor:
     """By how many places the true next token moves in the order of likely tokens."""
 
-    def rank(logits: torch.Tensor) -> torch.Tensor:
+    def rank(logits: Tensor) -> Tensor:
         return (logits > logits.gather(1, targets.clamp(min=0)[:, None])).sum(1)
 
     return torch.where(targets >= 0, (rank(perturbed) - rank(original)).abs(), 0)

@@ -11,6 +11,7 @@ from kl_lens.measuring.tuning import TuningRates, _Tunable, tuned
 from kl_lens.model import LoadedModel
 from kl_lens.weights.formats.scales import scales_of, with_scales
 from kl_lens.weights.recipes import Recipe, fitting_recipe
+from tests.families import normal
 from tests.measuring.conftest import loaded, some_windows
 
 RATES = TuningRates(rate=5e-3, epochs=4, batch=4, steps=1)
@@ -21,19 +22,6 @@ def _loss(model: LoadedModel, plan: dict[str, Recipe], ids: torch.Tensor) -> flo
     with swapped(replacements(model, Perturbation(plan))):
         student = model.chain.full_logits(ids).log_softmax(-1)
     return float((original.exp() * (original - student)).sum(-1).mean())
-
-
-def _in_folder(family: str, folder: Path) -> LoadedModel:
-    return loaded(family).with_store(folder=folder / "weights")
-
-
-def _spelled(
-    plan: dict[str, Recipe], tuned_names: dict, tag: str = "0a"
-) -> dict[str, Recipe]:  # type: ignore[type-arg]
-    return {
-        n: Recipe(r.grid.name, f"tuned-{tag}") if n in tuned_names else r
-        for n, r in plan.items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -49,7 +37,7 @@ def _spelled(
 def test_the_kl_falls_and_codes_and_model_stay(
     family: str, recipe: str, tmp_path: Path
 ) -> None:
-    model = _in_folder(family, tmp_path)
+    model = loaded(family).with_store(folder=tmp_path / "weights")
     windows = some_windows(12, 20)
     before = {name: p.clone() for name, p in model.model.named_parameters()}
     plan = {
@@ -63,7 +51,9 @@ def test_the_kl_falls_and_codes_and_model_stay(
     assert steps_done == list(range(1, 13))
     assert all(torch.equal(p, before[name]) for name, p in model.model.named_parameters())
     assert not any(p.requires_grad for p in model.model.parameters())
-    recipes = _spelled(plan, tensors)
+    recipes = {
+        n: Recipe(r.grid.name, "tuned-0a") if n in tensors else r for n, r in plan.items()
+    }
     for name, quantized in tensors.items():
         grid = plan[name].grid
         plain = model.weights.quantized(name, plan[name])
@@ -82,15 +72,11 @@ def test_the_kl_falls_and_codes_and_model_stay(
 )
 def test_weights_of_the_loop_are_those_of_the_file(name: str) -> None:
     recipe = Recipe(name)
-    quantized = recipe.grid.quantize(
-        torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
-    )
+    quantized = recipe.grid.quantize(normal(4, 512))
     weight = _Tunable(quantized, recipe)
     assert torch.equal(weight.values(), recipe.grid.dequantize(quantized))
     for factor in weight.factors:
-        factor.data += 0.2 * torch.randn(
-            factor.shape, generator=torch.Generator().manual_seed(1)
-        )
+        factor.data += 0.2 * normal(*factor.shape, seed=1)
     stored = weight.stored()
     assert torch.equal(weight.values(), recipe.grid.dequantize(stored))
     assert stored.digest != quantized.digest
@@ -98,27 +84,13 @@ def test_weights_of_the_loop_are_those_of_the_file(name: str) -> None:
     assert all(factor.grad is not None and factor.grad.any() for factor in weight.factors)
 
 
-def test_a_tuned_recipe_is_read_from_the_run_and_takes_factors_into_its_scales(
-    tmp_path: Path,
-) -> None:
-    model = _in_folder("mamba", tmp_path)
-    component = model.anatomy.candidates[1].name
+def test_a_tuned_recipe_is_for_one_format_and_a_run() -> None:
     recipe = Recipe.parse("INT4+tuned-0a")
     assert (recipe, recipe.is_tuned, recipe.grid.name) == ("int4+tuned-0a", True, "int4")
-    with pytest.raises(
-        FormatError, match="is not in this run; tune the plan: kl-lens plan --tune"
-    ):
-        model.weights.quantized(component, recipe)
+    # Of another format nothing was tuned.
+    assert fitting_recipe(Recipe("q4_k", "tuned-0a"), (8, 32))[0] == "q5_0"
+    model = loaded("mamba")
+    component = model.anatomy.candidates[1].name
     plain = model.weights.quantized(component, Recipe("int4"))
-    model.weights.keep_tuned(component, recipe, plain)
-    assert model.weights.has_tuned(component, recipe)
-    doubled = model.weights.quantized(component, recipe, 2.0)
-    assert torch.equal(doubled.data, plain.data)
-    assert torch.equal(
-        scales_of(recipe.grid, doubled)[0], 2 * scales_of(recipe.grid, plain)[0]
-    )
-    assert (
-        fitting_recipe(Recipe("q4_k", "tuned-0a"), (8, 32))[0] == "q5_0"
-    )  # of another format nothing was tuned
     with pytest.raises(FormatError, match="this store has none"):
-        loaded("mamba").weights.keep_tuned(component, recipe, plain)
+        model.weights.keep_tuned(component, recipe, plain)

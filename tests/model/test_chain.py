@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from kl_lens.base.errors import CheckpointError
 from kl_lens.model import Chain
@@ -64,9 +65,7 @@ class Linked(torch.nn.Module):
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.embedding
 
-    def forward(
-        self, input_ids: torch.Tensor, use_cache: bool = False
-    ) -> tuple[torch.Tensor]:
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> tuple[Tensor]:
         hidden = self.embedding(input_ids)
         shared = None
         notes = {} if self.link == "notes" else None
@@ -96,9 +95,7 @@ def test_what_blocks_hand_to_each_other_is_carried_along(link) -> None:
 class Aside(Linked):
     """A first block whose output the model adds behind the last: nothing that a block is called with shows it."""
 
-    def forward(
-        self, input_ids: torch.Tensor, use_cache: bool = False
-    ) -> tuple[torch.Tensor]:
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> tuple[Tensor]:
         hidden = first = self.embedding(input_ids)
         for index, layer in enumerate(self.layers):
             hidden, _ = layer(hidden)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kl_lens.model import Chain
@@ -73,7 +74,7 @@ def _mamba2(
     )
 
 
-def _equal(result: torch.Tensor, right: torch.Tensor, rounding: float = 1e-5) -> None:
+def _equal(result: Tensor, right: Tensor, rounding: float = 1e-5) -> None:
     largest = max(1.0, float(right.abs().max()))
     torch.testing.assert_close(
         result.double(), right, rtol=rounding, atol=rounding * largest
@@ -131,7 +132,7 @@ def test_what_stands_around_a_scan_is_done_on_the_way() -> None:
 
 @pytest.mark.parametrize("with_silu", [True, False])
 @pytest.mark.parametrize("bias", [torch.linspace(-1, 1, 37), None])
-def test_convolution_equals_torchs(bias: torch.Tensor | None, with_silu: bool) -> None:
+def test_convolution_equals_torchs(bias: Tensor | None, with_silu: bool) -> None:
     x = torch.randn(2, 9, 37)
     weight = torch.randn(37, 4)
     expected = functional.conv1d(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kl_lens.model import LoadedModel, load
@@ -13,9 +14,7 @@ from tests.families import tiny_model, token_ids
 IDS = token_ids(2, 21)
 
 
-def _rms(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, groups: int = 1
-) -> torch.Tensor:
+def _rms(x: Tensor, weight: Tensor, epsilon: float, groups: int = 1) -> Tensor:
     parts = x.unflatten(-1, (groups, -1))
     parts = parts / (parts.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
     return parts.flatten(-2) * weight

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kl_lens.measuring.engines import FastEngine, PlainEngine
@@ -16,7 +17,7 @@ from kl_lens.weights.recipes import Recipe
 from tests.classifiers import CLASSES, MODELS, PROCESSOR, classifier, mambavision, save
 
 
-def _pixels(ids: torch.Tensor) -> torch.Tensor:
+def _pixels(ids: Tensor) -> Tensor:
     return torch.from_numpy(ImageTask(PROCESSOR, CLASSES).inputs(ids.flatten().tolist()))
 
 
@@ -27,9 +28,7 @@ def test_the_blocks_form_a_chain_that_gives_the_models_own_logits(name: str) -> 
     assert len(model.chain) >= 2
     assert model.chain.doubt(ids) is None
     output = model.model(_pixels(ids))
-    logits = (output if isinstance(output, torch.Tensor) else output.logits).view(
-        2, 3, CLASSES
-    )
+    logits = (output if isinstance(output, Tensor) else output.logits).view(2, 3, CLASSES)
     calls = model.chain.calls(ids)
     for middle in range(len(model.chain) + 1):
         half = model.chain.run(calls.hidden, calls, 0, middle)
@@ -58,10 +57,10 @@ def test_kl_of_both_engines_is_that_of_two_forwards_in_float64(name: str) -> Non
     wide.model.double()
     pixels = _pixels(ids).double()
 
-    def log_p() -> torch.Tensor:
+    def log_p() -> Tensor:
         output = wide.model(pixels)
         return (
-            (output if isinstance(output, torch.Tensor) else output.logits)
+            (output if isinstance(output, Tensor) else output.logits)
             .log_softmax(-1)
             .view(3, 4, -1)
         )
@@ -90,25 +89,25 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
         2, 1, 10, 7, dtype=torch.float64
     )  # windows of 4 do not fit: padded
 
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(x: Tensor, name: str) -> Tensor:
         return functional.linear(
             x, weights[f"{name}.weight"], weights.get(f"{name}.bias")
         )
 
-    def convolution(x: torch.Tensor, name: str, stride: int = 1) -> torch.Tensor:
+    def convolution(x: Tensor, name: str, stride: int = 1) -> Tensor:
         return functional.conv2d(
             x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), stride, 1
         )
 
-    def batch_norm(x: torch.Tensor, name: str, eps: float = 1e-5) -> torch.Tensor:
+    def batch_norm(x: Tensor, name: str, eps: float = 1e-5) -> Tensor:
         mean, var, scale, shift = (
             weights[f"{name}.{part}"][:, None, None]
             for part in ("running_mean", "running_var", "weight", "bias")
         )
         return (x - mean) / (var + eps).sqrt() * scale + shift
 
-    def mixer(x: torch.Tensor, name: str) -> torch.Tensor:
-        def both_ways(y: torch.Tensor, kernel: str) -> torch.Tensor:
+    def mixer(x: Tensor, name: str) -> Tensor:
+        def both_ways(y: Tensor, kernel: str) -> Tensor:
             padded = functional.pad(y, (0, 0, 1, 1))
             taps = weights[f"{name}.{kernel}.weight"][:, 0]
             return functional.silu(
@@ -134,7 +133,7 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
             )
         return linear(torch.cat([torch.stack(outputs, 1), z], -1), f"{name}.out_proj")
 
-    def attention(x: torch.Tensor, name: str, heads: int) -> torch.Tensor:
+    def attention(x: Tensor, name: str, heads: int) -> Tensor:
         query, key, value = (
             part.view(*x.shape[:2], heads, -1).transpose(1, 2)
             for part in linear(x, f"{name}.qkv").chunk(3, -1)
@@ -142,12 +141,12 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
         scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).softmax(-1)
         return linear((scores @ value).transpose(1, 2).reshape(x.shape), f"{name}.proj")
 
-    def layer_norm(x: torch.Tensor, name: str) -> torch.Tensor:
+    def layer_norm(x: Tensor, name: str) -> Tensor:
         return functional.layer_norm(
             x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"]
         )
 
-    def block(x: torch.Tensor, name: str, attends: bool) -> torch.Tensor:
+    def block(x: Tensor, name: str, attends: bool) -> Tensor:
         inner = layer_norm(x, f"{name}.norm1")
         mixed = (
             attention(inner, f"{name}.mixer", 2)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 from kl_lens.base.errors import FormatError
-from kl_lens.weights.formats import get_format
+from kl_lens.weights.formats import Quantized, get_format
 from kl_lens.weights.formats.blocks import LAYOUTS
 from kl_lens.weights.formats.gguf_blocks import ggml_library
 from kl_lens.weights.quantizers import (
     InputStatistics,
-    get_quantizer,
     lattice_rounding as lattices,
 )
 from kl_lens.weights.quantizers.block_scales import searched_blocks
@@ -37,6 +37,7 @@ from kl_lens.weights.quantizers.lattice_rounding import (
 )
 from kl_lens.weights.quantizers.levels import Levels
 from kl_lens.weights.recipes import Recipe
+from tests.families import normal
 
 TOKENS = 10**6  # that moments rest on: enough
 GROUPED = [
@@ -65,17 +66,15 @@ RECIPES = [
 ]
 
 
-def _weight(rows: int = 24, columns: int = 256, seed: int = 0) -> torch.Tensor:
-    return (
-        torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
-    )
+def _weight(rows: int = 24, columns: int = 256, seed: int = 0) -> Tensor:
+    return normal(rows, columns, seed=seed) * 0.05
 
 
-def _moments(columns: int = 256, tokens: int = 600, seed: int = 1) -> torch.Tensor:
+def _moments(columns: int = 256, tokens: int = 600, seed: int = 1) -> Tensor:
     """Inputs that go together, some of them far larger than others, as in a real model."""
     generator = torch.Generator().manual_seed(seed)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     mixed = random(tokens, columns) @ random(columns, columns)
@@ -83,17 +82,19 @@ def _moments(columns: int = 256, tokens: int = 600, seed: int = 1) -> torch.Tens
     return inputs.T @ inputs / tokens
 
 
-def _quantized(recipe: str, weight: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+def _stored(
+    recipe: str, weight: Tensor, moments: Tensor | None, *tokens: int
+) -> Quantized:
     parsed = Recipe.parse(recipe)
-    statistics = InputStatistics(moments, (TOKENS,))
-    return parsed.grid.dequantize(
-        parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics)
-    )
+    learnt = None if moments is None else InputStatistics(moments, tokens or (TOKENS,))
+    return parsed.quantizer.quantize(weight, parsed.grid, "layer", learnt)
 
 
-def _loss(
-    weight: torch.Tensor, values: torch.Tensor, moments: torch.Tensor
-) -> torch.Tensor:
+def _quantized(recipe: str, weight: Tensor, moments: Tensor, *tokens: int) -> Tensor:
+    return Recipe.parse(recipe).grid.dequantize(_stored(recipe, weight, moments, *tokens))
+
+
+def _loss(weight: Tensor, values: Tensor, moments: Tensor) -> Tensor:
     errors = (weight - values).double()
     return ((errors @ moments.double()) * errors).sum(-1)
 
@@ -110,22 +111,15 @@ def test_no_row_is_worse_than_rounded_to_nearest_and_the_whole_is_better(
 ) -> None:
     weight = _weight()
     moments = _moments()
-    parsed = Recipe.parse(recipe)
-    statistics = InputStatistics(moments, (TOKENS,))
-    stored = parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics)
+    grid = Recipe.parse(recipe).grid
+    stored = _stored(recipe, weight, moments)
     if recipe in METHODS:
-        assert (
-            stored.digest
-            == parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics).digest
-        )
-    plain = _loss(weight, parsed.grid.roundtrip(weight), moments)
-    reached = _loss(weight, parsed.grid.dequantize(stored), moments)
-    if recipe.endswith(
-        "+imatrix"
-    ):  # ggml's own search weighs columns, and promises nothing for a row
-        assert reached.sum() < plain.sum()
-        return
-    assert (reached <= plain * (1 + 1e-5)).all()
+        assert stored.digest == _stored(recipe, weight, moments).digest
+    plain = _loss(weight, grid.roundtrip(weight), moments)
+    reached = _loss(weight, grid.dequantize(stored), moments)
+    # ggml's own search weighs columns, and promises nothing for a row.
+    if not recipe.endswith("+imatrix"):
+        assert (reached <= plain * (1 + 1e-5)).all()
     assert reached.sum() < (0.85 if recipe.endswith("gptq") else 1) * plain.sum()
 
 
@@ -144,7 +138,7 @@ def test_the_search_for_gpus_loses_no_more_than_ggml_s(name: str) -> None:
     weight[5, 77] = 1000.0
     weight[6] = weight[6] * 1e-6
 
-    def losses(values: torch.Tensor) -> torch.Tensor:
+    def losses(values: Tensor) -> Tensor:
         return (importance * (weight - values).double().square()).sum(-1)
 
     searched = losses(fmt.dequantize(searched_blocks(fmt, weight, importance)))  # type: ignore[arg-type]
@@ -153,9 +147,7 @@ def test_the_search_for_gpus_loses_no_more_than_ggml_s(name: str) -> None:
     assert (searched <= 2 * ggml + 1e-6 * losses(torch.zeros_like(weight))).all()
 
 
-def _gptq_as_published(
-    weight: torch.Tensor, levels: Levels, moments: torch.Tensor
-) -> torch.Tensor:
+def _gptq_as_published(weight: Tensor, levels: Levels, moments: Tensor) -> Tensor:
     """Frantar et al. 2022, algorithm 1: with the inverse and its Cholesky factor, a column at a time."""
     factor = torch.linalg.cholesky(torch.linalg.inv(moments.double()), upper=True)
     remainder = weight.double().clone()
@@ -248,38 +240,28 @@ def test_odd_moments_and_weights_give_a_bounded_result(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", METHODS)
 def test_statistics_that_do_not_belong_are_named(recipe: str) -> None:
-    parsed = Recipe.parse(recipe)
-    with pytest.raises(FormatError, match=r"layer: its statistics have shape \(64, 64\)"):
-        parsed.quantizer.quantize(
-            _weight(), parsed.grid, "layer", InputStatistics(_moments(64), (9,))
-        )
     broken = _moments()
     broken[0, 0] = torch.nan
-    with pytest.raises(FormatError, match="layer: its statistics hold NaN"):
-        parsed.quantizer.quantize(
-            _weight(), parsed.grid, "layer", InputStatistics(broken, (9,))
-        )
-    with pytest.raises(FormatError, match=r"layer: .* needs calibration statistics"):
-        parsed.quantizer.quantize(_weight(), parsed.grid, "layer", None)
-    weight = _weight()
-    weight[0, 0] = torch.inf
-    with pytest.raises(FormatError, match="layer: has NaN or infinity"):
-        parsed.quantizer.quantize(
-            weight, parsed.grid, "layer", InputStatistics(_moments(), (9,))
-        )
+    endless = _weight()
+    endless[0, 0] = torch.inf
+    for weight, moments, message in (
+        (_weight(), _moments(64), r"its statistics have shape \(64, 64\)"),
+        (_weight(), broken, "its statistics hold NaN"),
+        (_weight(), None, ".* needs calibration statistics"),
+        (endless, _moments(), "has NaN or infinity"),
+    ):
+        with pytest.raises(FormatError, match=f"layer: {message}"):
+            _stored(recipe, weight, moments)
 
 
 @pytest.mark.parametrize("recipe", METHODS)
 def test_experts_are_quantized_each_with_its_own_moments(recipe: str) -> None:
-    parsed = Recipe.parse(recipe)
     weights = torch.stack([_weight(seed=1), _weight(seed=2)])
     moments = torch.stack([_moments(seed=3), _moments(seed=4)])
-    together = parsed.quantizer.quantize(
-        weights, parsed.grid, "layer", InputStatistics(moments, (TOKENS, TOKENS))
-    )
+    together = _quantized(recipe, weights, moments, TOKENS, TOKENS)
     for expert in range(2):
         alone = _quantized(recipe, weights[expert], moments[expert])
-        assert torch.equal(parsed.grid.dequantize(together)[expert], alone)
+        assert torch.equal(together[expert], alone)
     shared = _quantized(recipe, weights, moments[0])
     assert torch.equal(shared[1], _quantized(recipe, weights[1], moments[0]))
 
@@ -295,44 +277,27 @@ def test_results_are_on_the_grid_for_weights_of_any_size(
 ) -> None:
     weight = _weight(4, 64, seed) * 10.0**magnitude
     weight[0, : seed % 64] = 0
-    parsed = Recipe.parse(recipe)
-    stored = parsed.quantizer.quantize(
-        weight, parsed.grid, "layer", InputStatistics(_moments(64, 80, seed), (80,))
-    )
-    values = parsed.grid.dequantize(stored)
-    assert torch.isfinite(values).all()
-    nearest = parsed.grid.quantize(weight)
     moments = _moments(64, 80, seed)
-    learnt, plain = (
-        _loss(weight, parsed.grid.dequantize(part), moments) for part in (stored, nearest)
-    )
-    assert (learnt <= plain * (1 + 1e-4) + 1e-30).all()
+    values = _quantized(recipe, weight, moments, 80)
+    assert torch.isfinite(values).all()
+    plain = _loss(weight, Recipe.parse(recipe).grid.roundtrip(weight), moments)
+    assert (_loss(weight, values, moments) <= plain * (1 + 1e-4) + 1e-30).all()
 
 
 @pytest.mark.parametrize("recipe", ["int4+gptq", "q4_k+gptq"])
 def test_what_rests_on_few_tokens_is_trusted_less(recipe: str) -> None:
     """Moments of 300 tokens fit those tokens; told how few they are, the method does better on the others."""
     weight = _weight()
-    mixing = torch.randn(256, 256, generator=torch.Generator().manual_seed(5)) / 16
-    inputs = torch.randn(20_000, 256, generator=torch.Generator().manual_seed(6))
-    inputs = inputs @ mixing + 0.3 * torch.randn(
-        20_000, 256, generator=torch.Generator().manual_seed(7)
-    )
-    few, all_of_them = (part.T @ part / len(part) for part in (inputs[:300], inputs))
-    parsed = Recipe.parse(recipe)
-    trusting, doubting = (
-        parsed.grid.dequantize(
-            parsed.quantizer.quantize(
-                weight, parsed.grid, "layer", InputStatistics(few, (tokens,))
-            )
-        )
-        for tokens in (TOKENS, 300)
-    )
-    assert (
-        _loss(weight, doubting, all_of_them).sum()
-        < 0.97 * _loss(weight, trusting, all_of_them).sum()
-    )
-    assert _loss(weight, doubting, few).sum() > _loss(weight, trusting, few).sum()
+    inputs = normal(20_000, 256, seed=6) @ normal(256, 256, seed=5) / 16
+    inputs = inputs + 0.3 * normal(20_000, 256, seed=7)
+    few, many = (part.T @ part / len(part) for part in (inputs[:300], inputs))
+    trusting, doubting = (_quantized(recipe, weight, few, n) for n in (TOKENS, 300))
+    losses = [
+        [float(_loss(weight, values, moments).sum()) for moments in (few, many)]
+        for values in (trusting, doubting)
+    ]
+    assert losses[1][1] < 0.97 * losses[0][1]
+    assert losses[1][0] > losses[0][0]
 
 
 LATTICES = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
@@ -346,6 +311,7 @@ COLUMNS = 512
 
 
 def _decoded_by_ggml(name: str, blocks: np.ndarray) -> np.ndarray:
+    blocks = np.ascontiguousarray(blocks)
     values = np.empty((len(blocks), 256), np.float32)
     decode = getattr(ggml_library(), f"dequantize_row_{name}")
     decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -354,41 +320,21 @@ def _decoded_by_ggml(name: str, blocks: np.ndarray) -> np.ndarray:
     return values
 
 
-def _statistics(seed: int = 0) -> InputStatistics:
-    generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(COLUMNS, COLUMNS, generator=generator) * 0.05 + torch.eye(COLUMNS)
-    inputs = (
-        torch.randn(2048, COLUMNS, generator=generator)
-        @ mixed
-        * torch.logspace(-1, 0.5, COLUMNS)
-    )
-    return InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_ggml_decodes_the_codes_and_signs_that_were_written(name: str) -> None:
     grid = grid_of(name)
     random = np.random.default_rng(0)
     weight = _weight(ROWS, COLUMNS, 7)
-    importance = _statistics().second_moments.diagonal()
-    blocks = (
-        get_format(name)
-        .quantize_with(weight, importance)
-        .data.numpy()
-        .reshape(ROWS * 2, -1)
-    )
-    codes = random.integers(
-        0, len(grid), (len(blocks), 256 // grid.shape[1]), dtype=np.uint16
-    )
+    stored = get_format(name).quantize_with(weight, _moments(COLUMNS).diagonal())  # type: ignore[attr-defined]
+    blocks = stored.data.numpy().reshape(ROWS * 2, -1)
+    shape = (len(blocks), 256 // grid.shape[1])
+    codes = random.integers(0, len(grid), shape, dtype=np.uint16)
     signs = random.integers(0, 256, (len(blocks), 32), dtype=np.uint8)
     if name in EVEN:
         bits = np.unpackbits(signs[..., None], axis=-1)
         signs ^= (bits.sum(-1) % 2).astype(np.uint8) << 7
-    scales = run_scales(name, blocks)
-    expected = lattices._values(grid, codes, signs, scales)
-    decoded = _decoded_by_ggml(
-        name, np.ascontiguousarray(with_lattice_codes(name, blocks, codes, signs))
-    )
+    expected = lattices._values(grid, codes, signs, run_scales(name, blocks))
+    decoded = _decoded_by_ggml(name, with_lattice_codes(name, blocks, codes, signs))
     np.testing.assert_allclose(decoded, expected, rtol=1e-6)
 
 
@@ -396,18 +342,10 @@ def test_ggml_decodes_the_codes_and_signs_that_were_written(name: str) -> None:
 @pytest.mark.parametrize("name", LATTICES)
 def test_error_feedback_loses_less_than_importance_alone(name: str) -> None:
     weight = _weight(ROWS, COLUMNS, 7)
-    statistics = _statistics()
-    fmt = get_format(name)
-    plain = get_quantizer("imatrix").quantize(weight, fmt, "w", statistics)
-    learnt = get_quantizer("gptq").quantize(weight, fmt, "w", statistics)
-    losses = [
-        _loss(weight, fmt.dequantize(q), statistics.second_moments).sum()
-        for q in (learnt, plain)
-    ]
-    assert losses[0] < 0.8 * losses[1]
-    decoded = _decoded_by_ggml(
-        name, np.ascontiguousarray(learnt.data.numpy().reshape(ROWS * 2, -1))
-    )
-    np.testing.assert_allclose(
-        decoded.reshape(ROWS, COLUMNS), fmt.dequantize(learnt).numpy(), rtol=1e-6
-    )
+    moments = _moments(COLUMNS, 2048)
+    learnt, plain = (_stored(f"{name}+{m}", weight, moments) for m in ("gptq", "imatrix"))
+    values = get_format(name).dequantize(learnt)
+    known = _loss(weight, get_format(name).dequantize(plain), moments).sum()
+    assert _loss(weight, values, moments).sum() < 0.8 * known
+    decoded = _decoded_by_ggml(name, learnt.data.numpy().reshape(ROWS * 2, -1))
+    np.testing.assert_allclose(decoded.reshape(ROWS, COLUMNS), values, rtol=1e-6)

@@ -2,9 +2,11 @@
 
 from collections.abc import Hashable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kl_lens.base.errors import FormatError, UnlearntError
 from kl_lens.weights.formats import Format, Quantized, get_format, known_formats
@@ -16,9 +18,11 @@ from kl_lens.weights.quantizers import (
 )
 from kl_lens.weights.recipes import Recipe
 from kl_lens.weights.store import WeightStore, state_of
+from tests.families import normal
 
 NAME = "layers.0.in_proj"
 INT8 = Recipe("int8")
+Q4_K = Recipe("q4_k")
 DOUBLED = Recipe("int8", "doubling")
 
 
@@ -27,24 +31,28 @@ class GivenWeights:
 
     device = torch.device("cpu")
 
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
 
-    def weight(self, component: str) -> torch.Tensor:
+    def weight(self, component: str) -> Tensor:
         return self._weights[component]
 
     def state(self, component: str) -> Hashable:
         return state_of(self._weights[component])
 
 
+def _store(weight: Tensor, *arguments: Any, **options: Any) -> WeightStore:
+    return WeightStore(GivenWeights({NAME: weight}), *arguments, **options)
+
+
 @pytest.fixture
-def weight() -> torch.Tensor:
-    return torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
+def weight() -> Tensor:
+    return normal(24, 256)
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int8", "fp16", "q8_0", "q4_k"])
-def test_rounding_to_nearest_is_the_formats_own(name: str, weight: torch.Tensor) -> None:
-    store = WeightStore(GivenWeights({NAME: weight}))
+def test_rounding_to_nearest_is_the_formats_own(name: str, weight: Tensor) -> None:
+    store = _store(weight)
     fmt = get_format(name)
     assert torch.equal(store.values(NAME, Recipe(name)), fmt.roundtrip(weight))
     before = store.digest(NAME, Recipe(name))
@@ -54,40 +62,34 @@ def test_rounding_to_nearest_is_the_formats_own(name: str, weight: torch.Tensor)
 
 
 def test_a_large_matrix_in_pieces_is_the_same(
-    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = {
-        recipe: WeightStore(GivenWeights({NAME: weight})).digest(NAME, recipe)
+        recipe: _store(weight).digest(NAME, recipe)
         for recipe in map(Recipe, ("int4-g64", "q4_k", "fp16"))
     }
     monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
-    pieces = WeightStore(GivenWeights({NAME: weight}))
+    pieces = _store(weight)
     assert {recipe: pieces.digest(NAME, recipe) for recipe in whole} == whole
 
 
 def test_what_is_expensive_is_kept_on_disk(
-    weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weight: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(
-        NAME, Recipe("q4_k")
-    )
+    digest = _store(weight, folder=tmp_path).digest(NAME, Q4_K)
     assert len(list(tmp_path.iterdir())) == 1
-    again = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path)
+    again = _store(weight, folder=tmp_path)
     monkeypatch.setattr(
         get_format("q4_k").__class__, "_quantize", None
     )  # calling it again would fail
-    assert again.digest(NAME, Recipe("q4_k")) == digest
+    assert again.digest(NAME, Q4_K) == digest
     again.quantized(NAME, INT8)  # cheap: not kept
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_is_damaged_or_deleted_is_made_again(
-    weight: torch.Tensor, tmp_path: Path
-) -> None:
+def test_what_is_damaged_or_deleted_is_made_again(weight: Tensor, tmp_path: Path) -> None:
     def digest() -> str:
-        return WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(
-            NAME, Recipe("q4_k")
-        )
+        return _store(weight, folder=tmp_path).digest(NAME, Q4_K)
 
     original = digest()
     (path,) = tmp_path.iterdir()
@@ -104,7 +106,7 @@ def test_what_is_damaged_or_deleted_is_made_again(
 
 
 def test_the_budget_is_kept(
-    weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weight: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = {f"w{i}": weight + i for i in range(6)}
     size = get_format("q4_k").bytes((24, 256))
@@ -112,19 +114,17 @@ def test_the_budget_is_kept(
         GivenWeights(weights), folder=tmp_path, disk_budget=3 * size + 3 * 300
     )
     for name in weights:
-        store.quantized(name, Recipe("q4_k"))
+        store.quantized(name, Q4_K)
     assert 1 <= len(list(tmp_path.iterdir())) <= 3
     monkeypatch.setattr(
         get_format("q4_k").__class__, "_quantize", None
     )  # calling it again would fail
     fresh = WeightStore(GivenWeights(weights), folder=tmp_path)
-    assert fresh.digest("w5", Recipe("q4_k")) == store.digest(
-        "w5", Recipe("q4_k")
-    )  # the newest stays
+    assert fresh.digest("w5", Q4_K) == store.digest("w5", Q4_K)  # the newest stays
 
 
 def test_what_was_used_last_stays_in_memory(
-    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = {f"w{i}": weight + i for i in range(3)}
     store = WeightStore(GivenWeights(weights))
@@ -140,10 +140,10 @@ def test_what_was_used_last_stays_in_memory(
 
 @pytest.mark.parametrize("factors", [3.0, torch.arange(24.0)[:, None] + 1])
 def test_factors_are_multiplied_with_the_rows(
-    weight: torch.Tensor, factors: float | torch.Tensor, tmp_path: Path
+    weight: Tensor, factors: float | Tensor, tmp_path: Path
 ) -> None:
     """Before rounding; those of a tuned weight go into its scales, and its codes stay."""
-    store = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path / "cache")
+    store = _store(weight, folder=tmp_path / "cache")
     fmt = get_format("int8")
     scaled = store.quantized(NAME, INT8, factors)
     assert scaled.digest == fmt.quantize(weight * factors).digest
@@ -173,7 +173,7 @@ class Doubling(Quantizer):
 
     def quantize(
         self,
-        weight: torch.Tensor,
+        weight: Tensor,
         fmt: Format,
         name: str,
         statistics: InputStatistics | None,
@@ -204,9 +204,9 @@ def doubling(monkeypatch: pytest.MonkeyPatch) -> type[Doubling]:
 
 
 def test_what_was_learnt_is_bound_to_its_statistics(
-    weight: torch.Tensor, tmp_path: Path, doubling: type[Doubling]
+    weight: Tensor, tmp_path: Path, doubling: type[Doubling]
 ) -> None:
-    store = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path)
+    store = _store(weight, folder=tmp_path)
     with pytest.raises(FormatError, match="needs statistics and this model has none"):
         store.quantized(NAME, DOUBLED)
     store.learn_from(Known("aa", 1.0))
@@ -220,16 +220,16 @@ def test_what_was_learnt_is_bound_to_its_statistics(
     store.learn_from(Known("aa", 1.0))
     assert store.digest(NAME, DOUBLED) == twice
     assert doubling.calls == 2  # from memory or disk
-    fresh = WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path)
+    fresh = _store(weight, Known("aa", 1.0), tmp_path)
     assert fresh.digest(NAME, DOUBLED) == twice
     assert doubling.calls == 2
 
 
 def test_the_store_says_what_recipes_are_made_from(
-    weight: torch.Tensor, doubling: type[Doubling]
+    weight: Tensor, doubling: type[Doubling]
 ) -> None:
-    store = WeightStore(GivenWeights({NAME: weight}))
-    plain = [INT8, Recipe("q4_k")]
+    store = _store(weight)
+    plain = [INT8, Q4_K]
     assert (
         store.learnt_by(plain, expected="aa") is None
     )  # nothing learns: nothing to check
@@ -246,25 +246,19 @@ def test_the_store_says_what_recipes_are_made_from(
 
 
 def test_what_is_kept_serves_the_same_numbers_in_another_type(
-    weight: torch.Tensor, tmp_path: Path, doubling: type[Doubling]
+    weight: Tensor, tmp_path: Path, doubling: type[Doubling]
 ) -> None:
     """A streamed checkpoint is in half precision where the opened model is in single."""
     half = weight.half()
-    for version in (half, half.float()):
-        WeightStore(GivenWeights({NAME: version}), Known("aa", 1.0), tmp_path).digest(
-            NAME, DOUBLED
-        )
-    assert doubling.calls == 1
-    WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path).digest(
-        NAME, DOUBLED
-    )
-    assert doubling.calls == 2
+    for version, calls in ((half, 1), (half.float(), 1), (weight, 2)):
+        _store(version, Known("aa", 1.0), tmp_path).digest(NAME, DOUBLED)
+        assert doubling.calls == calls
 
 
 def test_the_error_of_a_components_own_outputs(
-    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = torch.randn(50, 256, generator=torch.Generator().manual_seed(1))
+    inputs = normal(50, 256, seed=1)
 
     class Seen:
         digest = "seen"
@@ -292,7 +286,7 @@ def test_the_error_of_a_components_own_outputs(
         expected, rel=1e-4
     )
     with pytest.raises(UnlearntError, match="needs statistics and this model has none"):
-        WeightStore(GivenWeights({NAME: weight})).output_error(NAME, Recipe("int4-g64"))
+        _store(weight).output_error(NAME, Recipe("int4-g64"))
 
 
 # -- a recipe has one spelling, and it parses back ----------------------------------------------------------------

@@ -49,6 +49,7 @@ NUMBERS = {
     "u8": Numbers(8, 255.0, unsigned=True),
     "u4": Numbers(4, 15.0, unsigned=True),
 }
+_FLOATS = {10: torch.float16, 7: torch.bfloat16, 3: torch.float8_e4m3fn}  # by mantissa
 GGML = ("q8_0", "q5_1", "q4_0", "iq4_nl")
 # What is measured unasked. Two that share scales in the same way, as rows and heads of Mamba-1 do, are one.
 MENUS = {
@@ -138,14 +139,12 @@ class StateFormat:
         elif numbers.scaled:
             scale = (groups.abs().amax(-1, keepdim=True) / numbers.largest).half().float()
         groups = (groups - offset) / torch.where(scale > 0, scale, 1.0)
+        groups = groups.clamp(-numbers.largest, numbers.largest)
         if numbers.mantissa:
-            magnitude = groups.abs().clamp_min(2.0**numbers.exponent).log2().floor()
-            step = (magnitude - numbers.mantissa).exp2()
-            groups = (groups / step).round() * step
+            groups = groups.to(_FLOATS[numbers.mantissa]).float()
         else:
             groups = groups.round()
-        groups = groups.clamp(-numbers.largest, numbers.largest) * scale + offset
-        return groups.reshape(shape).to(values.dtype)
+        return (groups * scale + offset).reshape(shape).to(values.dtype)
 
 
 @dataclass(frozen=True)

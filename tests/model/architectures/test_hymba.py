@@ -150,23 +150,10 @@ def test_the_logits_are_those_of_a_straightforward_forward(
 
 def test_the_published_shapes() -> None:
     """Hymba-1.5B: 32 layers, three of them global, neighbours that share keys and values."""
-    pairs = [
-        [1, 2],
-        [3, 4],
-        [5, 6],
-        [7, 8],
-        [9, 10],
-        [11, 12],
-        [13, 14],
-        [16, 17, 18],
-        [19, 20],
-        [21, 22],
-        [23, 24],
-        [25, 26],
-        [27, 28],
-        [29, 30],
-    ]
-    config = HymbaConfig(global_attn_idx=[0, 15, 31], kv_reuse_group=pairs)
+    pairs = [[i, i + 1] for i in (*range(1, 15, 2), *range(19, 31, 2))]
+    config = HymbaConfig(
+        global_attn_idx=[0, 15, 31], kv_reuse_group=[*pairs, [16, 17, 18]]
+    )
     models.register(models.HYMBA)
     with torch.device("meta"):
         published = HymbaForCausalLM(config)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.families import normal
 
 from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import fitting_format, get_format, known_formats
@@ -60,7 +61,7 @@ def test_bytes(name: str, shape: tuple[int, ...], expected: int) -> None:
 def test_bytes_are_those_of_the_packed_weight(name: str) -> None:
     fmt = get_format(name)
     shape = (2, 3, 256)
-    stored = fmt.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    stored = fmt.quantize(normal(*shape))
     scales = 0 if stored.scales is None else stored.scales.nbytes
     zero_points = (
         fmt.pack_zero_points(stored).nbytes if isinstance(fmt, ZeroPointFormat) else 0
@@ -126,11 +127,7 @@ def test_bad_values_name_the_tensor(name: str, value: float, complaint: str) -> 
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
-    weight = (
-        torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
-        .to(dtype)
-        .requires_grad_()
-    )
+    weight = normal(3, 256, seed=1).to(dtype).requires_grad_()
     copy = weight.detach().clone()
     values = get_format(name).roundtrip(weight)
     assert values.dtype == torch.float32
@@ -174,9 +171,7 @@ def _quantized(name: str, weight: torch.Tensor):  # type: ignore[no-untyped-def]
 def test_values_are_linear_in_the_scales_and_the_scales_go_back_bit_for_bit(
     name: str,
 ) -> None:
-    fmt, quantized = _quantized(
-        name, torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
-    )
+    fmt, quantized = _quantized(name, normal(2, 512))
     scales = scales_of(fmt, quantized)
     if not scales:
         assert quantized.scales is None or quantized.scales.dtype != torch.float16
@@ -190,9 +185,7 @@ def test_values_are_linear_in_the_scales_and_the_scales_go_back_bit_for_bit(
 
 @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
 def test_small_scales_go_back_bit_for_bit_and_values_follow_them(name: str) -> None:
-    fmt, quantized = _quantized(
-        name, torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
-    )
+    fmt, quantized = _quantized(name, normal(3, 512))
     small = small_scales_of(fmt, quantized)
     assert len(small) == len(scales_of(fmt, quantized))
     assert (

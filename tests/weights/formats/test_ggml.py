@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.families import normal
+from torch import Tensor
 
 from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import Quantized, get_format, known_formats
@@ -45,7 +47,7 @@ def gguf_format(name: str) -> GGUFFormat:
     return fmt
 
 
-def awkward_matrix() -> torch.Tensor:
+def awkward_matrix() -> Tensor:
     """Rows of many sizes and kinds. Nothing below 2^−60, where C's own result is not defined."""
     random = torch.Generator().manual_seed(0)
     w = torch.randn(64, 512, generator=random) * torch.logspace(-9, 4, 64)[:, None]
@@ -63,12 +65,25 @@ def awkward_matrix() -> torch.Tensor:
     return w.clamp(-65504, 65504)
 
 
-def importance() -> torch.Tensor:
+def importance() -> Tensor:
     return torch.rand(512, generator=torch.Generator().manual_seed(5)) ** 4
 
 
-def encoded(fmt: GGUFFormat, w: torch.Tensor) -> Quantized:
+def encoded(fmt: GGUFFormat, w: Tensor) -> Quantized:
     return fmt.quantize_with(w, importance()) if fmt.needs_importance else fmt.quantize(w)
+
+
+def by_ggml(
+    kind: int, size: int, w: Tensor, columns: np.ndarray | None = None
+) -> np.ndarray:
+    """The blocks that ggml itself makes of a matrix."""
+    blocks = np.empty(size, np.uint8)
+    source = np.ascontiguousarray(w.numpy())
+    weights = None if columns is None else columns.ctypes.data
+    ggml_library().ggml_quantize_chunk(
+        kind, source.ctypes.data, blocks.ctypes.data, 0, *w.shape, weights
+    )
+    return blocks
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "iq2_xxs", "iq2_xs", "iq2_s"])
@@ -87,11 +102,7 @@ def test_blocks_equal_ggml_s(name: str) -> None:
     fmt = gguf_format(name)
     w = awkward_matrix()
     kind = gguf.GGMLQuantizationType[fmt.name.upper()]
-    from_c = np.empty(fmt.bytes(w.shape), np.uint8)
-    source = np.ascontiguousarray(w.numpy())
-    ggml_library().ggml_quantize_chunk(
-        int(kind), source.ctypes.data, from_c.ctypes.data, 0, *w.shape, None
-    )
+    from_c = by_ggml(int(kind), fmt.bytes(w.shape), w)
     assert np.array_equal(fmt.pack(fmt.quantize(w)), from_c)
 
 
@@ -118,17 +129,7 @@ def test_blocks_with_importance_equal_ggml_s(name: str) -> None:
     fmt = gguf_format(name)
     w = awkward_matrix()[9:].clamp(-3e4, 3e4)
     kind = gguf.GGMLQuantizationType[fmt.name.upper()]
-    from_c = np.empty(fmt.bytes(w.shape), np.uint8)
-    source = np.ascontiguousarray(w.numpy())
-    columns = importance().numpy()
-    ggml_library().ggml_quantize_chunk(
-        int(kind),
-        source.ctypes.data,
-        from_c.ctypes.data,
-        0,
-        *w.shape,
-        columns.ctypes.data,
-    )
+    from_c = by_ggml(int(kind), fmt.bytes(w.shape), w, importance().numpy())
     stored = fmt.quantize_with(w, importance())
     assert np.array_equal(fmt.pack(stored), from_c)
     for power in (-100, 120):
@@ -200,14 +201,9 @@ def test_ggml_has_the_types_by_these_numbers() -> None:
 
 def test_two_bits_with_a_searched_scale_lose_a_quarter_of_what_ggml_loses() -> None:
     """Which knows no data either, and leaves one of four levels unused."""
-    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
-    source = weight.numpy()
-    blocks = np.empty(64 * 512 // 64 * 18, np.uint8)
-    kind = ggml_types()["q2_0"]
-    ggml_library().ggml_quantize_chunk(
-        kind.number, source.ctypes.data, blocks.ctypes.data, 0, 64, 512, None
-    )
-    error = np.square(from_ggml("q2_0", blocks, (64, 512)) - source).mean()
+    weight = normal(64, 512)
+    blocks = by_ggml(ggml_types()["q2_0"].number, 64 * 512 // 64 * 18, weight)
+    error = np.square(from_ggml("q2_0", blocks, (64, 512)) - weight.numpy()).mean()
     search = Recipe.parse("q2_0+search")
     statistics = InputStatistics(torch.eye(512), (1000,))
     stored = search.quantizer.quantize(weight, search.grid, "layer", statistics)
@@ -219,7 +215,7 @@ def test_two_bits_with_a_searched_scale_lose_a_quarter_of_what_ggml_loses() -> N
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [1e-45, 1e-41, 1e-38, 1e-30, 1e-20, 1e-12])
 def test_tiny_blocks_are_zero(name: str, size: float) -> None:
-    w = torch.randn(2, 256, generator=torch.Generator().manual_seed(2)) * size
+    w = normal(2, 256, seed=2) * size
     fmt = get_format(name)
     stored = fmt.quantize(w)
     assert (fmt.dequantize(stored) == 0).all()

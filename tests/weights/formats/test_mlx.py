@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.families import normal
 
 from kl_lens.weights.formats import Quantized, get_format
 from kl_lens.weights.formats.affine import BITS
@@ -15,7 +16,7 @@ NAMES = [f"affine{bits}-g{group}" for bits in BITS for group in GROUPS]
 
 
 def _weight() -> torch.Tensor:
-    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 0.05
+    weight = normal(64, 256) * 0.05
     weight[0] = 0.0
     weight[1] = 0.3
     weight[2] = -0.3
@@ -63,9 +64,7 @@ def test_rounding_to_nearest_is_that_of_mlx(name: str) -> None:
 @pytest.mark.parametrize("method", ["search", "gptq"])
 def test_learnt_weights_are_what_mlx_computes_with(name: str, method: str) -> None:
     weight = _weight()[9:33]
-    inputs = torch.randn(
-        2048, 256, generator=torch.Generator().manual_seed(1)
-    ) * torch.linspace(0.1, 2, 256)
+    inputs = normal(2048, 256, seed=1) * torch.linspace(0.1, 2, 256)
     statistics = InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
     stored = get_quantizer(method).quantize(weight, get_format(name), "layer", statistics)
     np.testing.assert_array_equal(
