@@ -13,7 +13,7 @@ from kl_lens.measuring.engines import Engine, FastEngine, PlainEngine
 from kl_lens.measuring.metrics import TeacherRows, compare, compared_metrics
 from kl_lens.measuring.objectives import OBJECTIVES, Objective
 from kl_lens.measuring.perturbation import Perturbation, find_candidates
-from kl_lens.measuring.pieces import engine_for, noise_floor
+from kl_lens.measuring.pieces import Job, noise_floor
 from kl_lens.measuring.sweep import Sweep
 from kl_lens.measuring.tuning import TuningRates, tuned
 from kl_lens.model import Chain, load
@@ -383,7 +383,9 @@ def test_on_a_gpu_weights_that_stay_on_disk_give_the_numbers_of_those_in_memory(
     divergences = []
     for options in ({}, {"weights": "disk", "memory_budget": 10}):
         model = load(folder, device="cuda", **options)
-        engine = engine_for("fast", model, windows.ids, 10**8, precision=precision)
+        engine = Job(
+            windows.ids.numpy(), memory_budget=10**8, precision=precision
+        ).engine_on(model)
         engine.prepare(windows.ids)
         results = engine.measure(
             [

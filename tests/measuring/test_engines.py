@@ -13,7 +13,7 @@ from kl_lens.measuring.perturbation import (
     states_of,
     swapped,
 )
-from kl_lens.measuring.pieces import engine_for
+from kl_lens.measuring.pieces import Job
 from kl_lens.measuring.products import precision_for
 from kl_lens.run.readings import summarise
 from kl_lens.weights.recipes import Recipe
@@ -205,13 +205,13 @@ def test_a_model_that_cannot_be_run_in_parts_is_measured_whole_and_a_line_says_s
     mamba, monkeypatch
 ) -> None:
     messages: list[str] = []
-    engine = engine_for("fast", mamba, token_ids(2, 12), say=messages.append)
+    engine = Job(token_ids(2, 12).numpy()).engine_on(mamba, messages.append)
     assert (type(engine), messages) == (FastEngine, [])
     original = mamba.chain.finish
     monkeypatch.setattr(
         mamba.chain, "finish", lambda *arguments: original(*arguments) * 1.01
     )
-    engine = engine_for("fast", mamba, token_ids(2, 13), say=messages.append)
+    engine = Job(token_ids(2, 13).numpy()).engine_on(mamba, messages.append)
     assert type(engine) is PlainEngine
     (line,) = messages
     assert "off by" in line

@@ -166,7 +166,7 @@ def test_every_piece_is_in_one_share_and_shares_are_even(
 ) -> None:
     candidates, _ = find_candidates(mamba.anatomy, [Recipe("int4")])
     layout = PieceRunner(
-        Job(candidates, some_windows(7, 20).ids.numpy()), engine(mamba)
+        Job(some_windows(7, 20).ids.numpy(), candidates), engine(mamba)
     ).layout
     costs = [float(1 + index % 3) for index in range(len(candidates))]
     pairs: list[tuple[int, int]] = []

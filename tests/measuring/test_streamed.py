@@ -10,7 +10,7 @@ from kl_lens.base.progress import Progress
 from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.perturbation import Candidate, Perturbation, find_candidates
-from kl_lens.measuring.pieces import engine_for
+from kl_lens.measuring.pieces import Job
 from kl_lens.measuring.statistics import gather
 from kl_lens.measuring.streamed import StreamedEngine
 from kl_lens.measuring.sweep import Sweep
@@ -54,7 +54,9 @@ def _measured(
     model: LoadedModel, perturbations: list[Perturbation], budget: int, target: str = ""
 ) -> list[list[Reading]]:
     windows = some_windows(3, 20)
-    engine = engine_for("fast", model, windows.ids, budget, deployed(target or None))
+    engine = Job(
+        windows.ids.numpy(), memory_budget=budget, deployed=deployed(target or None)
+    ).engine_on(model)
     assert isinstance(engine, StreamedEngine) == (model.residency is not None)
     results: list[list[Reading]] = [[] for _ in perturbations]
     for slab in engine.slabs(windows.ids):

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.base.system import DEFAULT_MEMORY
-from kl_lens.measuring.engines import FastEngine
 from kl_lens.measuring.metrics import check_finite
 from kl_lens.measuring.perturbation import Kernels, Perturbation, cached_states
-from kl_lens.measuring.pieces import engine_for
+from kl_lens.measuring.pieces import Job
 from kl_lens.model import LoadedModel
 from kl_lens.run.readings import Reading, summarise, window_kl
 from kl_lens.run.records import Estimate
@@ -52,9 +51,8 @@ class PlanMeter:
         """`deployed`: measure with the activations of a runtime's kernels, not only with quantized weights."""
         self.model = model
         self.text = windows
-        self._engine = engine_for(
-            FastEngine.name, model, windows.ids, memory_budget, deployed
-        )
+        job = Job(windows.ids.numpy(), memory_budget=memory_budget, deployed=deployed)
+        self._engine = job.engine_on(model)
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
         self._entropy: dict[int, float] = {}

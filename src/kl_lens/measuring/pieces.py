@@ -201,51 +201,34 @@ def _cost(group: Group, costs: Sequence[float]) -> float:
     return sum(costs[index] for index in group)
 
 
-def engine_for(
-    name: str,
-    model: LoadedModel,
-    ids: Tensor,
-    memory_budget: int = DEFAULT_MEMORY,
-    deployed: Kernels | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    precision: str | None = None,
-) -> Engine:
-    """The engine of this name; for a model that cannot run in parts the plain one, with a message that says why."""
-    doubt = model.chain.doubt(ids) if name == FastEngine.name else None
-    if doubt is not None:
-        say(
-            f"{model.name}: {doubt}; using the plain engine, which runs the whole model for every candidate"
-        )
-        name = PlainEngine.name
-    if model.residency is not None and name == FastEngine.name:
-        return StreamedEngine(model, memory_budget, deployed, precision)
-    return ENGINES[name](model, memory_budget, deployed, precision)
-
-
 @dataclass(frozen=True)
 class Job:
     """One sweep, for any process that has the model open."""
 
-    candidates: Sequence[Candidate]
     ids: npt.NDArray[np.int64]
+    candidates: Sequence[Candidate] = ()
     engine: str = FastEngine.name
     memory_budget: int = DEFAULT_MEMORY
     deployed: Kernels | None = None
-    precision: str | None = None  # requested
-    run_precision: str | None = None
+    precision: str | None = None  # None: the fastest with float32's accuracy
     statistics: str | None = None  # digest of those that methods learn from
     run: str = ""  # the folder that holds them
 
     def engine_on(
         self, model: LoadedModel, say: Callable[[str], None] = lambda text: None
     ) -> Engine:
-        """The engine with the requested precision, the run's, or the fastest with float32's accuracy."""
-        ids = torch.from_numpy(np.array(self.ids))
-        recorded = None if self.run_precision == FLOAT32 else self.run_precision
-        precision = self.precision or recorded
-        return engine_for(
-            self.engine, model, ids, self.memory_budget, self.deployed, say, precision
-        )
+        """The engine of this name; for a model that cannot run in parts the plain one, with a message that says why."""
+        kind = ENGINES[self.engine]
+        if kind is FastEngine:
+            doubt = model.chain.doubt(torch.from_numpy(np.array(self.ids)))
+            if doubt is not None:
+                say(
+                    f"{model.name}: {doubt}; using the plain engine, which runs the whole model for every candidate"
+                )
+                kind = PlainEngine
+            elif model.residency is not None:
+                kind = StreamedEngine
+        return kind(model, self.memory_budget, self.deployed, self.precision)
 
 
 def noise_floor(engine: Engine, ids: Tensor, windows: int = 2) -> dict[str, float]:

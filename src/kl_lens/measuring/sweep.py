@@ -77,14 +77,14 @@ class Sweep:
         self.identify(windows, role)
         learnt = self.bind(candidates)
         text, role = role, self._role(role)
+        recorded = self.run.identity.get("precision")
         job = Job(
-            candidates,
             windows.ids.cpu().numpy().astype(np.int64),
+            candidates,
             self.engine,
             self.memory_budget,
             self.deployed,
-            self.precision,
-            self.run.identity.get("precision"),
+            self.precision or (None if recorded == FLOAT32 else recorded),
             learnt,
             str(self.run.folder.absolute()),
         )

@@ -66,9 +66,7 @@ class Stored:
     shape: tuple[int, ...]
     bytes: int
     begin: int = 0  # in a safetensors file
-    # Of other files, mapped.
-    pickled: Tensor | None = field(default=None, compare=False, repr=False)
-    # Of files in another program's format: reads the values.
+    # Of other files: reads the values.
     made: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
 
 
@@ -227,7 +225,8 @@ def _contents(path: Path) -> Iterator[Stored]:
         for name, tensor in torch.load(path, map_location="cpu", **options).items():
             shape = tuple(tensor.shape)
             kind = dtype_name(tensor)
-            yield Stored(path, name, kind, shape, tensor.nbytes, pickled=tensor)
+            # A copy: the file is mapped.
+            yield Stored(path, name, kind, shape, tensor.nbytes, made=tensor.clone)
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -238,8 +237,6 @@ def read_stored(stored: Stored) -> Tensor:
     """The values of one tensor."""
     if stored.made is not None:
         return stored.made()
-    if stored.pickled is not None:
-        return stored.pickled.clone()
     with safe_open(stored.path, framework="pt") as file:
         return file.get_tensor(stored.name)
 

@@ -200,8 +200,6 @@ class CheckpointTensors:
     def _tensor(self, stored: Stored) -> Tensor:
         if stored.made is not None:
             return stored.made()
-        if stored.pickled is not None:
-            return stored.pickled.clone()  # not the mapped file
         if stored.kind not in _TYPES:
             raise CheckpointError(
                 f"{stored.path}: {stored.name} is {stored.kind}; use --weights memory"

@@ -9,6 +9,7 @@ long as that helps. With a free bias the same holds for w and q less their weigh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -168,18 +169,26 @@ def _best_affine(groups: Tensor, rows: Tensor, top: int) -> Levels:
     """Scales and biases: the best of grids that cover a group's middle more or less widely; then refined."""
     low, high = torch.aminmax(groups, dim=-1, keepdim=True)
     span = (high - low).clamp_min(top * NNCF_SMALLEST_SCALE)
-    best: Levels | None = None
-    least = torch.full_like(span, torch.inf)
-    for factor in _FACTORS.tolist():
+
+    def covering(factor: float) -> Levels:
         scales = (span * (factor / top)).half().float().clamp_min(NNCF_SMALLEST_SCALE)
         offsets = ((low + high - scales * top) / 2).half().float()
         levels = Levels(groups.shape[-1], scales, 0, top, offsets=offsets)
-        levels = _fitted(groups, rows, levels, levels.rounded(groups))
-        loss = _rounded(groups, rows, levels)[1]
-        best = _chosen(loss < least, levels, best or levels)
-        least = torch.minimum(loss, least)
-    assert best is not None
+        return _fitted(groups, rows, levels, levels.rounded(groups))
+
+    best = _least(groups, rows, map(covering, _FACTORS.tolist()))
     return _refined(groups, rows, best)
+
+
+def _least(groups: Tensor, rows: Tensor, tries: Iterator[Levels]) -> Levels:
+    """Of every group those with the least loss, the first of equals."""
+    best = next(tries)
+    least = _rounded(groups, rows, best)[1]
+    for levels in tries:
+        loss = _rounded(groups, rows, levels)[1]
+        best = _chosen(loss < least, levels, best)
+        least = torch.minimum(loss, least)
+    return best
 
 
 def _best_powers(groups: Tensor, rows: Tensor, fmt: MicroscalingFormat) -> Levels:
@@ -187,11 +196,9 @@ def _best_powers(groups: Tensor, rows: Tensor, fmt: MicroscalingFormat) -> Level
     table = tuple(MX_LEVELS.tolist())
     covering = fmt.covering_scales(groups)
     plain = Levels(groups.shape[-1], covering, 0, len(table) - 1, table=table, fixed=True)
-    tries = [plain.with_scales(covering * factor) for factor in (1, 0.5, 0.25)]
-    losses = torch.stack([_rounded(groups, rows, levels)[1] for levels in tries])
-    scales = torch.stack([levels.scales for levels in tries])
-    best = scales.gather(0, losses.argmin(0, keepdim=True))[0]
-    return plain.with_scales(best.clamp_min(NNCF_SMALLEST_SCALE))
+    tries = (plain.with_scales(covering * factor) for factor in (1, 0.5, 0.25))
+    best = _least(groups, rows, tries)
+    return plain.with_scales(best.scales.clamp_min(NNCF_SMALLEST_SCALE))
 
 
 def try_scales(

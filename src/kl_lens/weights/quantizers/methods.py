@@ -51,15 +51,6 @@ class Nearest(Quantizer):
     def is_expensive(self, fmt: Format) -> bool:
         return fmt.searches
 
-    def quantize(
-        self,
-        weight: Tensor,
-        fmt: Format,
-        name: str,
-        statistics: InputStatistics | None,
-    ) -> Quantized:
-        return fmt.quantize(weight, name)
-
 
 class ScaleSearch(LearningQuantizer):
     name = "search"

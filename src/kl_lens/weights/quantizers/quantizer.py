@@ -23,7 +23,7 @@ class InputStatistics:
     tokens: tuple[int, ...]  # inputs they were taken over: one number, or one per expert
 
 
-class Quantizer(ABC):
+class Quantizer:
     """A method. It has no state: the same weight, format and statistics give the same bits."""
 
     name: ClassVar[str]  # as recipes spell it
@@ -38,7 +38,6 @@ class Quantizer(ABC):
         """Whether a result is worth keeping on disk."""
         return self.learns
 
-    @abstractmethod
     def quantize(
         self,
         weight: Tensor,
@@ -46,7 +45,8 @@ class Quantizer(ABC):
         name: str,
         statistics: InputStatistics | None,
     ) -> Quantized:
-        """The weight on the format's grid. Error messages use `name`."""
+        """The weight on the format's grid, by its own rule. Error messages use `name`."""
+        return fmt.quantize(weight, name)
 
 
 TUNED = "tuned"  # recipes spell it with the digest of a tuning: `q4_k+tuned-1f2e3d4c`
@@ -72,7 +72,7 @@ def get_quantizer(name: str) -> Quantizer:
         ) from None
 
 
-class LearningQuantizer(Quantizer):
+class LearningQuantizer(Quantizer, ABC):
     """A method for one matrix and the second moments of its inputs."""
 
     learns = True
