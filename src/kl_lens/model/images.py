@@ -1,7 +1,7 @@
 """Image classifiers: a task with images by name in place of text. Other code sees only ids of images.
 
     digits, digits:test    the shipped ones: 1,797 handwritten digits of 8 × 8 pixels
-    FOLDER, FOLDER:valid   FOLDER/CLASS/*.png, or files beside a labels.csv (file,label), or files without labels
+    FOLDER, FOLDER:valid   FOLDER/CLASS/*.png, or files without labels
 
 Splits are `train`, `valid` and `test`: folders of these names, or else files assigned by a hash of their content,
 half of them to `train`, so that copies of an image are always in the same split.
@@ -9,7 +9,6 @@ half of them to `train`, so that copies of an image are always in the same split
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import os
@@ -40,14 +39,7 @@ MOST_IMAGES = 4096  # of one forward
 MOST_PIXELS = 2**20
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 # Where a split has several, the last counts.
-_FOLDERS = {
-    "training": TRAIN,
-    "train": TRAIN,
-    "validation": VALID,
-    "valid": VALID,
-    "val": VALID,
-    "test": TEST,
-}
+_FOLDERS = {"train": TRAIN, "valid": VALID, "val": VALID, "test": TEST}
 _SUFFIXES = [
     ".png",
     ".jpg",
@@ -83,9 +75,7 @@ class ImageSource:
 
     def classes(self, names: Mapping[str, int], count: int) -> Mapping[str, int]:
         """Label → output of the model: by the model's names, by number, or in sorted order."""
-        labels = sorted(
-            {entry.label for entry in self.entries if entry.label is not None}
-        )
+        labels = sorted({e.label for e in self.entries if e.label is not None})
         if names.keys() >= {*labels}:
             return names
         if all(label.isdigit() and int(label) < count for label in labels):
@@ -148,28 +138,10 @@ def _of_split(folder: Path, split: str) -> Iterator[Entry]:
 
 
 def _entries(folder: Path) -> Iterator[Entry]:
-    table = folder / "labels.csv"
-    labels = _labels(table) if table.is_file() else None
     for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() not in _SUFFIXES or not path.is_file():
-            continue
-        within = path.relative_to(folder)
-        label = within.parts[0] if len(within.parts) > 1 else None
-        if labels is not None:
-            label = labels.get(within.as_posix()) or labels.get(path.name)
-            if not label:
-                raise TextError(
-                    f"{table} has no label for {within}; label every image, or remove the file"
-                )
-        yield Entry(str(path), path, label)
-
-
-def _labels(table: Path) -> dict[str, str]:
-    with table.open() as file:
-        rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
-    if any(len(row) < 2 for row in rows):
-        raise TextError(f"{table}: expected two columns in every line, file and label")
-    return {row[0]: row[1] for row in rows}
+        if path.suffix.lower() in _SUFFIXES and path.is_file():
+            parts = path.relative_to(folder).parts
+            yield Entry(str(path), path, parts[0] if len(parts) > 1 else None)
 
 
 # Pixels and label of the images prepared in this process, by id. Ids make windows of images rows of integers, like
@@ -275,7 +247,7 @@ class ImageTask:
         opened = self._opened(source, TEST)
         if any(entry.label is None for entry in opened.entries):
             raise TextError(
-                f"{opened.label}: evaluation needs labels: folders by class, or labels.csv"
+                f"{opened.label}: evaluation needs labels: a folder for each class"
             )
         if stride not in (None, length):
             raise TextError(
