@@ -24,6 +24,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy import float32, float64, int32
 from torch import Tensor
 
 from kl_lens.base.accelerators import runs_triton
@@ -43,7 +44,7 @@ from kl_lens.model.kernels.vector_math import (
 from kl_lens.model.tasks import UNCOUNTED
 from kl_lens.run.readings import KL, Reading, packed
 
-Floats = npt.NDArray[np.float64]  # (rows, columns), or one value per row or window
+Floats = npt.NDArray[float64]  # (rows, columns), or one value per row or window
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class TeacherRows:
             kernels_hold(logits.device) if kernel is None else kernel
         ):
             rows = logits.contiguous().numpy()
-            sums = np.empty(len(rows), np.float64)
+            sums = np.empty(len(rows), float64)
             _log_sum_exps(rows, sums)
             lse = torch.from_numpy(sums)
             top = torch.from_numpy(rows.argmax(-1))  # ten times as fast as torch's
@@ -125,7 +126,7 @@ def objectives(teacher: TeacherRows, student: Tensor) -> list[Tensor]:
 
 def _compare_by_kernel(teacher: TeacherRows, student: Tensor) -> Floats:
     if student.device.type == "cpu":
-        out = np.empty((len(student), len(BUILT_IN)), np.float64)
+        out = np.empty((len(student), len(BUILT_IN)), float64)
         _compare(
             teacher.logits.contiguous().numpy(),
             teacher.lse.numpy(),
@@ -287,19 +288,19 @@ def check_finite(subject: str, windows: Sequence[tuple[int, float]]) -> None:
 # Columns handled at once: the buffers of this length stay in the L1 cache.
 _TILE = 1024
 # Below this |d|, e^d - 1 - d is a series; at the border its first omitted term is 8e-7 of the value.
-_SERIES = np.float32(0.5)
+_SERIES = float32(0.5)
 # Its square as an integer: non-negative floats sort like their bits.
-_SERIES_BITS = np.int32((_SERIES * _SERIES).view(np.int32))
+_SERIES_BITS = int32((_SERIES * _SERIES).view(int32))
 
 _REDUCTION = FAST_MATH | {"reassoc"}
 
 
 @njit(fastmath=_REDUCTION, error_model="numpy", cache=True)
 def _sum(values, count):  # type: ignore[no-untyped-def]
-    total = np.float32(0)
+    total = float32(0)
     for i in range(count):
         total += values[i]
-    return np.float64(total)
+    return float64(total)
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
@@ -311,20 +312,20 @@ def _exponentials(values, offset, count, out):  # type: ignore[no-untyped-def]
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _log_sum_exp(row, top, exponentials):  # type: ignore[no-untyped-def]
     """log Σ exp, and the sum of the exponentials left in the buffer, which are exp(row) up to a common factor."""
-    offset = np.float32(-top * LOG2_E)
+    offset = float32(-top * LOG2_E)
     total = 0.0
     for first in range(0, row.shape[0], _TILE):
         count = min(_TILE, row.shape[0] - first)
         tile = exponentials[first : first + count]
         _exponentials(row[first : first + count], offset, count, tile)
         total += _sum(tile, count)
-    return np.log(total) - np.float64(offset) / np.float64(LOG2_E), total
+    return np.log(total) - float64(offset) / float64(LOG2_E), total
 
 
 @njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
 def _choose(mask, yes, no):  # type: ignore[no-untyped-def]
     """`yes` where all bits of the mask are set, `no` where none is."""
-    return from_bits(np.int32((float_bits(yes) & mask) | (float_bits(no) & ~mask)))  # type: ignore[call-arg]
+    return from_bits(int32((float_bits(yes) & mask) | (float_bits(no) & ~mask)))  # type: ignore[call-arg]
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
@@ -341,22 +342,22 @@ def _terms(  # type: ignore[no-untyped-def]
     error,
 ):
     """Per column: its share of both divergences, and its squared error."""
-    offset = np.float32(-teacher_lse * LOG2_E)
+    offset = float32(-teacher_lse * LOG2_E)
     for i in range(count):
         difference = student[i] - teacher[i]
         d = difference - shift
         p = exp2_decay(teacher[i] * LOG2_E + offset)
         q = exponentials[i] * scale
         square = d * d
-        low = np.float32(1 / 2) + d * np.float32(1 / 6)
-        middle = np.float32(1 / 24) + d * np.float32(1 / 120)
-        high = np.float32(1 / 720) + d * np.float32(1 / 5040)
+        low = float32(1 / 2) + d * float32(1 / 6)
+        middle = float32(1 / 24) + d * float32(1 / 120)
+        high = float32(1 / 720) + d * float32(1 / 5040)
         small_forward = p * square * (low + square * (middle + square * high))
         # d e^d - e^d + 1 = d (d + f) - f, where f = e^d - 1 - d
         small_backward = d * (p * d + small_forward) - small_forward
         gain = q - p
         # Compared and selected by bits: with an `if` the compiler does not vectorise the loop.
-        is_small = np.int32(np.int32(float_bits(square) - _SERIES_BITS) >> np.int32(31))  # type: ignore[call-arg]
+        is_small = int32(int32(float_bits(square) - _SERIES_BITS) >> int32(31))  # type: ignore[call-arg]
         forward[i] = _choose(is_small, small_forward, gain - p * d)
         backward[i] = _choose(is_small, small_backward, q * d - gain)
         error[i] = difference * difference
@@ -365,8 +366,8 @@ def _terms(  # type: ignore[no-untyped-def]
 @njit(parallel=True, error_model="numpy", cache=True)
 def _log_sum_exps(rows, out):  # type: ignore[no-untyped-def]
     for r in prange(rows.shape[0]):
-        top = largest(rows[r], np.empty(LANES, np.float32))
-        out[r], _ = _log_sum_exp(rows[r], top, np.empty(rows.shape[1], np.float32))
+        top = largest(rows[r], np.empty(LANES, float32))
+        out[r], _ = _log_sum_exp(rows[r], top, np.empty(rows.shape[1], float32))
 
 
 @njit(parallel=True, error_model="numpy", cache=True)
@@ -374,12 +375,12 @@ def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type:
     columns = teacher.shape[1]
     for r in prange(teacher.shape[0]):
         exponentials = np.empty(
-            columns, np.float32
+            columns, float32
         )  # of the whole row, because they are needed twice
-        forward = np.empty(_TILE, np.float32)
-        backward = np.empty(_TILE, np.float32)
-        error = np.empty(_TILE, np.float32)
-        top = largest(student[r], np.empty(LANES, np.float32))
+        forward = np.empty(_TILE, float32)
+        backward = np.empty(_TILE, float32)
+        error = np.empty(_TILE, float32)
+        top = largest(student[r], np.empty(LANES, float32))
         lse, total = _log_sum_exp(student[r], top, exponentials)
         forward_sum = 0.0
         backward_sum = 0.0
@@ -391,9 +392,9 @@ def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type:
                 teacher[r, first:last],
                 student[r, first:last],
                 exponentials[first:last],
-                np.float32(1 / total),
-                np.float32(teacher_lse[r]),
-                np.float32(lse - teacher_lse[r]),
+                float32(1 / total),
+                float32(teacher_lse[r]),
+                float32(lse - teacher_lse[r]),
                 count,
                 forward,
                 backward,
@@ -407,8 +408,8 @@ def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type:
         out[r, 2] = error_sum
         target = targets[r]
         if target >= 0:
-            out[r, 3] = (np.float64(teacher[r, target]) - teacher_lse[r]) - (
-                np.float64(student[r, target]) - lse
+            out[r, 3] = (float64(teacher[r, target]) - teacher_lse[r]) - (
+                float64(student[r, target]) - lse
             )
         else:
             out[r, 3] = 0.0

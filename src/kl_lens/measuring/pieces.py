@@ -231,12 +231,12 @@ class Job:
         return kind(model, self.memory_budget, self.deployed, self.precision)
 
 
-def noise_floor(engine: Engine, ids: Tensor, windows: int = 2) -> dict[str, float]:
+def noise_floor(engine: Engine, ids: Tensor) -> dict[str, float]:
     """What is measured when there is no difference: the teacher against itself in another batch position.
 
     On tensor cores: twice their distance from float32, because teacher and student both run on them.
     """
-    ids = ids[:windows].to(engine.chain.device)
+    ids = ids[:2].to(engine.chain.device)
     sides = 1 if engine.precision == FLOAT32 else 2
     together = engine.chain.full_logits(ids)
     targets = torch.full((ids.shape[1],), -1, device=ids.device)

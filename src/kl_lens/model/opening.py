@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from kl_lens.base.errors import CheckpointError, FormatError, one_line
 from kl_lens.base.files import reference_path
@@ -59,7 +59,7 @@ class LoadedModel:
 
     name: str
     folder: Path
-    model: torch.nn.Module
+    model: nn.Module
     tokenizer: Any | None
     layout: str = "transformers"
     source: str = ""  # argument of load() that opens it again
@@ -156,7 +156,7 @@ class LoadedModel:
             return parameter.detach()
         return self.residency.original(parameter)
 
-    def present(self, module: torch.nn.Module) -> AbstractContextManager[None]:
+    def present(self, module: nn.Module) -> AbstractContextManager[None]:
         """Within the block, the weights of `module` are in memory: a block's, or for the whole model those outside the
         blocks."""
         return nullcontext() if self.residency is None else self.residency.present(module)
@@ -431,7 +431,7 @@ class _Checkpoint:
         turn_matrices(model)
         return Residency(model, self.folder, self.dtype, self.device, budget, whole=whole)
 
-    def _loaded(self) -> torch.nn.Module:
+    def _loaded(self) -> nn.Module:
         """By transformers."""
         parsed, empty = self._parsed()
         with files.refusing(self._why_not_loaded):

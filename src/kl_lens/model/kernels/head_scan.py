@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy import float32
 from torch import Tensor
 
 from kl_lens.base.compiling import njit, prange
@@ -52,7 +53,7 @@ def _head(x, first, dt, a, skip, scores, rate, weights, inflow, remaining, y, be
     x: (steps, all channels) and dt: (steps,), fewer than CHUNK at the sequence's end. `y` comes as C · h and leaves
     complete; `inflow` is Δ·x, `remaining` what the chunk's end has of it. Returns what is left of the old state."""
     steps = x.shape[0]
-    total = np.float32(0)
+    total = float32(0)
     for t in range(CHUNK):
         if t < steps:
             total += dt[t] * a
@@ -62,9 +63,9 @@ def _head(x, first, dt, a, skip, scores, rate, weights, inflow, remaining, y, be
         score = scores[t]
         stop = t // 4 * 4 + 4
         for s in range(stop):
-            row[s] = exp2_decay(min(rate[t] - rate[s], np.float32(0))) * score[s]
+            row[s] = exp2_decay(min(rate[t] - rate[s], float32(0))) * score[s]
         for s in range(t + 1, stop):
-            row[s] = np.float32(0)
+            row[s] = float32(0)
     for t in range(steps):
         so_far = exp2_decay(rate[t])
         to_end = dt[t] * exp2_decay(total - rate[t])
@@ -80,8 +81,8 @@ def _head(x, first, dt, a, skip, scores, rate, weights, inflow, remaining, y, be
             row[k] = so_far * row[k] + skip * value
     for t in range(steps, CHUNK):
         for k in range(begin, end):
-            inflow[t, k] = np.float32(0)
-            remaining[t, k] = np.float32(0)
+            inflow[t, k] = float32(0)
+            remaining[t, k] = float32(0)
     _within(weights, inflow, y, begin, end)
     return exp2_decay(total)
 
@@ -93,7 +94,7 @@ def _scores(b, c, out):  # type: ignore[no-untyped-def]
         for t in range(CHUNK):
             row = out[chunk, t]
             for s in range(CHUNK):
-                row[s] = np.float32(0)
+                row[s] = float32(0)
             for n in range(b.shape[1]):
                 factor = c[chunk, t, n]
                 vector = b[chunk, n]
@@ -119,13 +120,13 @@ def _scan(x, dt, a, b, c, scores, skip, y, head_width):  # type: ignore[no-untyp
         offset = (task % blocks) * WIDTH
         first = group * per_group + offset
         width = min(WIDTH, per_group - offset)
-        h = np.zeros((states, WIDTH), np.float32)
-        result = np.zeros((CHUNK, WIDTH), np.float32)
-        inflow = np.zeros((CHUNK, WIDTH), np.float32)
-        remaining = np.zeros((CHUNK, WIDTH), np.float32)
-        decay = np.zeros(WIDTH, np.float32)
-        rate = np.zeros(CHUNK, np.float32)
-        weights = np.zeros((CHUNK, CHUNK), np.float32)
+        h = np.zeros((states, WIDTH), float32)
+        result = np.zeros((CHUNK, WIDTH), float32)
+        inflow = np.zeros((CHUNK, WIDTH), float32)
+        remaining = np.zeros((CHUNK, WIDTH), float32)
+        decay = np.zeros(WIDTH, float32)
+        rate = np.zeros(CHUNK, float32)
+        weights = np.zeros((CHUNK, CHUNK), float32)
         for chunk in range(chunks):
             start = chunk * CHUNK
             stop = min(time, start + CHUNK)
@@ -182,13 +183,13 @@ def head_scan(
     inputs = in_chunks(b).transpose(3, 4).contiguous()
     outputs = in_chunks(c)
     # Not as a batched product of torch: one library call for each of hundreds of tiny ones took as long as the scan.
-    scores = np.empty((*inputs.shape[:3], CHUNK, CHUNK), np.float32)
+    scores = np.empty((*inputs.shape[:3], CHUNK, CHUNK), float32)
     _scores(
         inputs.flatten(0, 2).numpy(),
         outputs.flatten(0, 2).numpy(),
         scores.reshape(-1, CHUNK, CHUNK),
     )
-    y = np.empty((batch, time, channels), np.float32)
+    y = np.empty((batch, time, channels), float32)
     _scan(
         plain(x).reshape(batch, time, channels),
         plain(dt),
@@ -196,7 +197,7 @@ def head_scan(
         inputs.numpy(),
         outputs.numpy(),
         scores,
-        np.zeros(heads, np.float32) if skip is None else plain(skip),
+        np.zeros(heads, float32) if skip is None else plain(skip),
         y,
         width,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy import float32, int32
 from torch import Tensor
 
 from kl_lens.base.compiling import njit, prange
@@ -25,44 +26,40 @@ from kl_lens.model.kernels.vector_math import (
 )
 from kl_lens.model.states import StateFormat
 
-_POSITIVE = np.int32(0x7FFFFFFF)  # the bits of a float32 without its sign
+_POSITIVE = int32(0x7FFFFFFF)  # the bits of a float32 without its sign
 
 
 @njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
 def _to_float(value, mantissa, smallest, unit):  # type: ignore[no-untyped-def]
     """To so many bits behind the point, ties to even; below `smallest` in steps of `unit`. Without a branch."""
-    drop = np.int32(23) - mantissa
-    bits: np.int32 = float_bits(value)  # type: ignore[call-arg]
-    odd = np.int32(np.int32(bits >> drop) & np.int32(1))
-    half = np.int32(np.int32(1) << np.int32(drop - np.int32(1)))
-    normal = np.int32(
-        np.int32(bits + odd + half - np.int32(1)) & np.int32(-(np.int32(1) << drop))
-    )
+    drop = int32(23) - mantissa
+    bits: int32 = float_bits(value)  # type: ignore[call-arg]
+    odd = int32(int32(bits >> drop) & int32(1))
+    half = int32(int32(1) << int32(drop - int32(1)))
+    normal = int32(int32(bits + odd + half - int32(1)) & int32(-(int32(1) << drop)))
     small = float_bits(((value / unit + _ROUNDER) - _ROUNDER) * unit)
-    is_small = np.int32(
-        np.int32(np.int32(bits & _POSITIVE) - float_bits(smallest)) >> np.int32(31)
-    )
-    return from_bits(np.int32((small & is_small) | (normal & ~is_small)))
+    is_small = int32(int32(int32(bits & _POSITIVE) - float_bits(smallest)) >> int32(31))
+    return from_bits(int32((small & is_small) | (normal & ~is_small)))
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _round_group(values, out, largest, mantissa, smallest, scaled):  # type: ignore[no-untyped-def]
-    scale = np.float32(1)
-    inverse = np.float32(1)
+    scale = float32(1)
+    inverse = float32(1)
     if scaled:
         # Of positive floats, the larger one has the larger bits: a maximum as SIMD code.
-        top = np.int32(0)
+        top = int32(0)
         for k in range(values.shape[0]):
-            top = max(top, np.int32(float_bits(values[k]) & _POSITIVE))  # type: ignore[call-arg]
+            top = max(top, int32(float_bits(values[k]) & _POSITIVE))  # type: ignore[call-arg]
         scale = from_bits(top) / largest  # type: ignore[call-arg]
-        scale = _to_float(scale, np.int32(10), np.float32(2.0**-14), np.float32(2.0**-24))
-        inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+        scale = _to_float(scale, int32(10), float32(2.0**-14), float32(2.0**-24))
+        inverse = float32(1) / scale if scale > 0 else float32(0)
     if mantissa == 0:
         for k in range(values.shape[0]):
             level = (values[k] * inverse + _ROUNDER) - _ROUNDER
             out[k] = min(max(level, -largest), largest) * scale
     else:
-        unit = smallest / np.float32(np.int32(1) << mantissa)
+        unit = smallest / float32(int32(1) << mantissa)
         for k in range(values.shape[0]):
             level = _to_float(values[k] * inverse, mantissa, smallest, unit)
             out[k] = min(max(level, -largest), largest) * scale
@@ -82,10 +79,10 @@ def _scan(  # type: ignore[no-untyped-def]
         sequence = task // heads
         head = task % heads
         inputs = head * groups // heads
-        value = np.zeros(width * states, np.float32)
-        memory = np.zeros(width * states, np.float32)
-        lost = np.zeros(width * states, np.float32)
-        decay = np.empty(states, np.float32)
+        value = np.zeros(width * states, float32)
+        memory = np.zeros(width * states, float32)
+        lost = np.zeros(width * states, float32)
+        decay = np.empty(states, float32)
         for t in range(time):
             step = dt[sequence, t, head]
             for n in range(a.shape[1]):
@@ -105,7 +102,7 @@ def _scan(  # type: ignore[no-untyped-def]
                 if feedback:
                     for n in range(states):
                         row[n] += missing[n]
-                total = np.float32(0)
+                total = float32(0)
                 for n in range(states):
                     total += row[n] * out[n]
                 y[sequence, t, head, p] = total + skip[head] * entering
@@ -139,8 +136,8 @@ def rounded_scan(
     batch, _, heads, width = x.shape
     states = b.shape[3]
 
-    y = np.empty(x.shape, np.float32)
-    state = np.empty((batch, heads, 1 + storage.feedback, width * states), np.float32)
+    y = np.empty(x.shape, float32)
+    state = np.empty((batch, heads, 1 + storage.feedback, width * states), float32)
     numbers = storage.numbers
     _scan(
         plain(x),
@@ -148,11 +145,11 @@ def rounded_scan(
         plain(a.reshape(heads, -1)) * LOG2_E,
         plain(b),
         plain(c),
-        np.zeros(heads, np.float32) if skip is None else plain(skip),
+        np.zeros(heads, float32) if skip is None else plain(skip),
         storage.group(width, states),
-        np.float32(numbers.largest),
-        np.int32(numbers.mantissa),
-        np.float32(2.0**numbers.exponent),
+        float32(numbers.largest),
+        int32(numbers.mantissa),
+        float32(2.0**numbers.exponent),
         numbers.scaled,
         storage.feedback,
         y,

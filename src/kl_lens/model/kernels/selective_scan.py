@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy import float32
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,14 +43,14 @@ def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, y, block)
         first = (task % blocks) * block
         width = min(block, channels - first)
         # Own copies of a block's rows: contiguous, in cache, and known to the compiler not to overlap.
-        rate = np.empty((states, width), np.float32)
-        h = np.zeros((states, width), np.float32)
+        rate = np.empty((states, width), float32)
+        h = np.zeros((states, width), float32)
         for n in range(states):
             for d in range(width):
                 rate[n, d] = a[n, first + d]
-        step = np.empty(width, np.float32)
-        inflow = np.empty(width, np.float32)
-        total = np.empty(width, np.float32)
+        step = np.empty(width, float32)
+        inflow = np.empty(width, float32)
+        total = np.empty(width, float32)
         for t in range(time):
             if use_softplus:
                 for d in range(width):
@@ -101,9 +102,9 @@ def selective_scan(
     """The outputs, as x, in float32 on CPU, with what stands around the scan in a Mamba layer done on the way."""
     if a.shape[1] % 2:  # one that stays zero
         a, b, c = (functional.pad(tensor, (0, 1)) for tensor in (a, b, c))
-    zeros = np.zeros(x.shape[2], np.float32)
+    zeros = np.zeros(x.shape[2], float32)
     inputs = plain(x)
-    y = np.empty(x.shape, np.float32)
+    y = np.empty(x.shape, float32)
     _scan(
         inputs,
         plain(dt),
@@ -150,6 +151,6 @@ def causal_convolution(
 ) -> Tensor:
     """x: (batch, time, channels), weight: (channels, width) → (batch, time, channels), float32, on CPU."""
     y = torch.empty(x.shape, dtype=torch.float32)
-    offset = np.zeros(x.shape[-1], np.float32) if bias is None else plain(bias)
+    offset = np.zeros(x.shape[-1], float32) if bias is None else plain(bias)
     _convolve(plain(x), plain(weight.T), offset, with_silu, y.numpy())
     return y

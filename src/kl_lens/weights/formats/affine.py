@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kl_lens.base.lazy import Tensor, torch
-from kl_lens.weights.formats.format import FP16, Quantized
+from kl_lens.weights.formats.format import FP16, Quantized, Shape
 from kl_lens.weights.formats.integer import GroupedFormat, register_groups
 
 SMALLEST_SCALE = 1e-7
@@ -27,7 +27,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 class AffineFormat(GroupedFormat):
     """`Quantized.data` is uint8, `.zero_points` the biases: the values of code 0, float16, shaped as the scales."""
 
-    def _bytes(self, shape: tuple[int, ...]) -> int:
+    def _bytes(self, shape: Shape) -> int:
         return super()._bytes(shape) + self._groups(shape) * self.scale_dtype.itemsize
 
     def _quantize(self, weight: Tensor) -> Quantized:

@@ -25,6 +25,7 @@ from kl_lens.base.lazy import Tensor, torch
 LARGEST_MAGNITUDE = 65504.0
 
 
+Shape = tuple[int, ...]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -34,7 +35,7 @@ class Quantized:
     """A weight as an artifact stores it."""
 
     format: str
-    shape: tuple[int, ...]
+    shape: Shape
     # int8 (uint8 where unsigned), one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
     data: Tensor
     # (…, rows, groups); GGUF keeps them inside the blocks.
@@ -43,7 +44,7 @@ class Quantized:
     zero_points: Tensor | None = None
 
     @classmethod
-    def stacked(cls, parts: Sequence[Quantized], shape: tuple[int, ...]) -> Quantized:
+    def stacked(cls, parts: Sequence[Quantized], shape: Shape) -> Quantized:
         """The rows of all parts, one after another, as a weight of this shape."""
         joined = {
             name: torch.cat([part.tensors[name] for part in parts]).reshape(
@@ -131,12 +132,12 @@ class Format(ABC):
         return on_host(quantized.data).contiguous().numpy().reshape(-1).view(np.uint8)
 
     @abstractmethod
-    def _bytes(self, shape: tuple[int, ...]) -> int: ...
+    def _bytes(self, shape: Shape) -> int: ...
 
     @abstractmethod
     def _quantize(self, weight: Tensor) -> Quantized: ...
 
-    def _require_fit(self, shape: tuple[int, ...], name: str) -> None:
+    def _require_fit(self, shape: Shape, name: str) -> None:
         if reason := self.fits(shape):
             raise FormatError(
                 f"{name}: {self.name} cannot hold it: {reason}; choose another format"
@@ -206,7 +207,7 @@ class HalfFormat(Format):
     round up to a power of two below 6e-5, and keeps float32 for a tensor with many very small values.
     """
 
-    def _bytes(self, shape: tuple[int, ...]) -> int:
+    def _bytes(self, shape: Shape) -> int:
         return 2 * math.prod(shape)
 
     def _quantize(self, weight: Tensor) -> Quantized:

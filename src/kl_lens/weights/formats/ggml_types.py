@@ -14,7 +14,7 @@ from functools import cache
 
 from kl_lens.base.lazy import Tensor, torch
 from kl_lens.weights.formats.blocks import Field, read_codes, write_codes
-from kl_lens.weights.formats.format import FP16, Quantized, get_format, register
+from kl_lens.weights.formats.format import FP16, Quantized, Shape, get_format, register
 from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.formats.integer import SignedScaleFormat
 from kl_lens.weights.formats.tables import MX_ZERO
@@ -64,7 +64,7 @@ def as_blocks(quantized: Quantized) -> Tensor:
     return blocks.reshape(*quantized.shape[:-1], -1)
 
 
-def from_blocks(name: str, shape: tuple[int, ...], data: Tensor) -> Quantized:
+def from_blocks(name: str, shape: Shape, data: Tensor) -> Quantized:
     """The weight that `as_blocks` gave these rows for."""
     stored = Quantized(name, shape, data.reshape(*shape[:-1], -1))
     if name not in (Q2_0.name, MXFP4.name):

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kl_lens.base.lazy import Tensor, torch
-from kl_lens.weights.formats.format import Bytes, Format, Quantized, register
+from kl_lens.weights.formats.format import Bytes, Format, Quantized, Shape, register
 
 # float32's machine epsilon; still exact in FP16, as a subnormal.
 NNCF_SMALLEST_SCALE = 2.0**-23
@@ -96,7 +96,7 @@ class GroupedFormat(Format):
             groups -= quantized.zero_points.float().unsqueeze(-1)
         return groups.mul_(self.scale_values(quantized.scales).unsqueeze(-1)).flatten(-2)
 
-    def _bytes(self, shape: tuple[int, ...]) -> int:
+    def _bytes(self, shape: Shape) -> int:
         # Small numbers are packed across rows: only the last byte can be partly empty.
         numbers = (math.prod(shape) * self.bits + 7) // 8
         return numbers + self._groups(shape) * self.scale_dtype.itemsize
@@ -106,10 +106,10 @@ class GroupedFormat(Format):
             return super().pack(quantized)
         return pack_codes(quantized.data, self.bits)
 
-    def _columns_per_group(self, shape: tuple[int, ...]) -> int:
+    def _columns_per_group(self, shape: Shape) -> int:
         return self.group_size or shape[-1]
 
-    def _groups(self, shape: tuple[int, ...]) -> int:
+    def _groups(self, shape: Shape) -> int:
         return math.prod(shape[:-1]) * (shape[-1] // self._columns_per_group(shape))
 
 
@@ -191,7 +191,7 @@ register_groups(SignedScaleFormat, "int8", 8, True, groups=(128,))
 class ZeroPointFormat(GroupedFormat):
     """`Quantized.data` and `.zero_points` are uint8, 0 to 15 or 3; zero points have the shape of the scales."""
 
-    def _bytes(self, shape: tuple[int, ...]) -> int:
+    def _bytes(self, shape: Shape) -> int:
         return super()._bytes(shape) + (self._groups(shape) * self.bits + 7) // 8
 
     def pack_zero_points(self, quantized: Quantized) -> Bytes:

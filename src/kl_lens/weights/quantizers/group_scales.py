@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy import float32
 from torch import Tensor
 
 from kl_lens.base.accelerators import constant
@@ -248,9 +249,9 @@ def try_scales_on_cpu(
         points[:, 0].numpy(),
         factors.numpy(),
         shifts.numpy(),
-        np.float32(plain.lowest),
-        np.float32(plain.highest),
-        np.array(plain.table or (0.0,), np.float32),
+        float32(plain.lowest),
+        float32(plain.highest),
+        np.array(plain.table or (0.0,), float32),
     )
     return scales, None if plain.zero_points is None else points
 
@@ -266,27 +267,27 @@ def _try_scales(groups, weigh, scales, points, factors, shifts, lowest, highest,
         first = points[row]
         if plain == 0:
             continue
-        gain = np.float32(-1)
+        gain = float32(-1)
         for t in range(factors.shape[0]):
-            inverse = np.float32(1) / (plain * factors[t])
-            zero = np.float32(0)
+            inverse = float32(1) / (plain * factors[t])
+            zero = float32(0)
             if with_zero:
                 zero = min(max(first + shifts[t], lowest), highest)
-            product = np.float32(0)
-            square = np.float32(0)
+            product = float32(0)
+            square = float32(0)
             if table.shape[0] > 1:
                 for j in range(width):
                     scaled = values[j] * inverse
                     level = table[0]
                     for i in range(table.shape[0] - 1):
-                        if scaled > np.float32(0.5) * (table[i] + table[i + 1]):
+                        if scaled > float32(0.5) * (table[i] + table[i + 1]):
                             level = table[i + 1]
                     product += importance[j] * values[j] * level
                     square += importance[j] * level * level
             else:
                 for j in range(width):
                     # Adding and subtracting 1.5·2²³ would round faster, but fastmath would remove it.
-                    code = np.float32(np.rint(values[j] * inverse)) + zero
+                    code = float32(np.rint(values[j] * inverse)) + zero
                     level = min(max(code, lowest), highest) - zero
                     product += importance[j] * values[j] * level
                     square += importance[j] * level * level

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy import float32
 from torch import Tensor
 
 from kl_lens.base.compiling import njit, prange
@@ -90,7 +91,7 @@ def _by_runs(objective: Objective) -> tuple[npt.NDArray[np.int64], Floats, Float
 
 def _fitted(packed: Bytes, weight: Floats, values: Floats, moments: Floats) -> Bytes:
     """Blocks with their FP16 scales fitted to the codes, each by least squares given the others."""
-    old = packed[:, :2].copy().view(np.float16).astype(np.float32)
+    old = packed[:, :2].copy().view(np.float16).astype(float32)
     old = old.reshape(len(weight), -1)
     new = old.copy()
     errors = weight - values
@@ -100,9 +101,9 @@ def _fitted(packed: Bytes, weight: Floats, values: Floats, moments: Floats) -> B
         scale = old[:, b]
         pull = ((errors @ moments[:, block]) * part).sum(-1)
         curvature = np.maximum(((part @ moments[block, block]) * part).sum(-1), 1e-30)
-        rounded = (scale * (1 + pull / curvature)).astype(np.float16).astype(np.float32)
+        rounded = (scale * (1 + pull / curvature)).astype(np.float16).astype(float32)
         step = np.where(scale != 0, rounded / np.where(scale == 0, 1, scale) - 1, 0)
-        step = np.where(2 * pull * step > curvature * step**2, step, 0).astype(np.float32)
+        step = np.where(2 * pull * step > curvature * step**2, step, 0).astype(float32)
         errors[:, block] -= part * step[:, None]
         new[:, b] = np.where(step == 0, scale, rounded)
     changed = packed.copy()
@@ -111,23 +112,23 @@ def _fitted(packed: Bytes, weight: Floats, values: Floats, moments: Floats) -> B
 
 
 def _values(grid: Floats, codes: Codes, signs: Bytes, scales: Floats) -> Floats:
-    bits = np.unpackbits(signs[..., None], axis=-1, bitorder="little").astype(np.float32)
+    bits = np.unpackbits(signs[..., None], axis=-1, bitorder="little").astype(float32)
     points = grid[codes].reshape(*signs.shape, RUN) * (1 - 2 * bits)
     values = (points * scales[..., None]).reshape(len(codes), -1)
-    return values.astype(np.float32)
+    return values.astype(float32)
 
 
 @njit(error_model="numpy", fastmath={"contract", "nsz"}, cache=True)
 def _shortlist(target, scale, metric, columns, costs, scores, shortest):  # type: ignore[no-untyped-def]
     """The grid vectors that are nearest to `target` by the metric's diagonal, the nearest first, in `shortest`."""
     width, count = columns.shape
-    costs[:] = np.float32(np.inf)
-    scores[:] = np.float32(0)
+    costs[:] = float32(np.inf)
+    scores[:] = float32(0)
     last = len(shortest) - 1
     for i in range(width):
         # The vectors inside, so that the processor takes several at once.
         square = metric[i, i] * scale * scale
-        slope = np.float32(-2) * metric[i, i] * scale * abs(target[i])
+        slope = float32(-2) * metric[i, i] * scale * abs(target[i])
         for n in range(count):
             scores[n] += columns[i, n] * (square * columns[i, n] + slope)
     for n in range(count):
@@ -173,7 +174,7 @@ def _nearest(target, scale, metric, columns, even, scratch, best, code):  # type
     turns = 2
     if even:
         turns = 1 if odd else 0
-    least = np.float32(np.inf)
+    least = float32(np.inf)
     chosen = 0
     for first in range(count):
         for second in range(count if parts == 2 else 1):
@@ -184,20 +185,20 @@ def _nearest(target, scale, metric, columns, even, scratch, best, code):  # type
                 if target[i] < 0:
                     point[i] = -point[i]
             for turn in range(turns + 1):
-                distance = np.float32(0)
+                distance = float32(0)
                 for i in range(8):
-                    total = np.float32(0)
+                    total = float32(0)
                     for j in range(8):
                         total += metric[i, j] * (target[j] - point[j])
                     away[i] = total
                     distance += total * (target[i] - point[i])
                 if turn == turns:
                     break
-                least_change = np.float32(np.inf)
+                least_change = float32(np.inf)
                 at = 0
                 for i in range(8):
-                    step = np.float32(2) * point[i]  # target − point grows by it
-                    change = np.float32(2) * step * away[i] + step * step * metric[i, i]
+                    step = float32(2) * point[i]  # target − point grows by it
+                    change = float32(2) * step * away[i] + step * step * metric[i, i]
                     if change < least_change:
                         least_change = change
                         at = i
@@ -218,9 +219,9 @@ def _nearest(target, scale, metric, columns, even, scratch, best, code):  # type
 def _scratch(count):  # type: ignore[no-untyped-def]
     """Room for `_nearest` in a grid of so many vectors."""
     shortest = np.zeros((2, SHORTLIST), np.int64)
-    costs = np.empty(SHORTLIST, np.float32)
-    scores = np.empty(count, np.float32)
-    return shortest, costs, scores, np.empty(8, np.float32), np.empty(8, np.float32)
+    costs = np.empty(SHORTLIST, float32)
+    scores = np.empty(count, float32)
+    return shortest, costs, scores, np.empty(8, float32), np.empty(8, float32)
 
 
 @njit(parallel=True, error_model="numpy", cache=True)
@@ -231,7 +232,7 @@ def _round_runs(  # type: ignore[no-untyped-def]
     parts = 8 // columns.shape[0]
     for row in prange(wanted.shape[0]):
         scratch = _scratch(columns.shape[1])
-        best = np.empty(8, np.float32)
+        best = np.empty(8, float32)
         code = np.zeros(2, np.int64)
         aims = wanted[row]
         for b in range(runs.shape[0]):
@@ -259,17 +260,17 @@ def _descend(  # type: ignore[no-untyped-def]
     parts = 8 // columns.shape[0]
     for row in prange(pull.shape[0]):
         scratch = _scratch(columns.shape[1])
-        best = np.empty(8, np.float32)
+        best = np.empty(8, float32)
         code = np.zeros(2, np.int64)
-        target = np.empty(8, np.float32)
-        metric = np.empty((8, 8), np.float32)
+        target = np.empty(8, float32)
+        metric = np.empty((8, 8), float32)
         pulls = pull[row]
         for b in range(inverses.shape[0]):
             at = 8 * b
             run = start // 8 + b
-            present = np.float32(0)
+            present = float32(0)
             for i in range(8):
-                shift = np.float32(0)
+                shift = float32(0)
                 for j in range(8):
                     shift += inverses[b, i, j] * pulls[at + j]
                     metric[i, j] = moments[at + i, at + j]
