@@ -195,9 +195,9 @@ def find_state_candidates(
             else:
                 key = (component, replace(storage, scales=""), storage.group(*shape))
                 fitting.setdefault(key, Candidate(component, Recipe(name)))
-    for name, error in errors.items():
+    for name, unknown in errors.items():
         if name not in known:
-            raise error
+            raise unknown
     if not fitting:
         raise RunError(f"{matching[0].name}: {unfit[0][2]}")
     return list(fitting.values()), unfit

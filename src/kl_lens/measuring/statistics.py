@@ -343,10 +343,10 @@ class _Gathering:
         if moments.in_parts:
             return Finished(name, None, None, [0], "used only in parts")
         if not any(tokens):
-            note = "never used in a matrix product"
+            unused = "never used in a matrix product"
             if moments.stacked:
-                note = "no token of this text was routed to its experts"
-            return Finished(name, None, None, [0], note)
+                unused = "no token of this text was routed to its experts"
+            return Finished(name, None, None, [0], unused)
         if not bool(moments.sums.any()):
             return Finished(name, None, moments.columns, [sum(tokens)], NO_INPUT)
         if not bool(torch.isfinite(moments.sums).all()):
@@ -354,11 +354,8 @@ class _Gathering:
                 f"{name}: its inputs are too large to square; load it in float32"
             )
         few = [str(e) for e, n in enumerate(tokens) if n < moments.columns]
-        note = (
-            f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the overall mean"
-            if few and moments.stacked
-            else None
-        )
+        filled = f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the overall mean"
+        note = filled if few and moments.stacked else None
         return Finished(name, moments.means, moments.columns, tokens, note)
 
     def _check_states(self, states: Tensor, position: str, number: int) -> None:
