@@ -15,6 +15,7 @@ from kl_lens.model import ImageTask, load
 from kl_lens.model.kernels.checking import InDouble
 from kl_lens.weights.recipes import Recipe
 from tests.classifiers import CLASSES, MODELS, PROCESSOR, classifier, mambavision, save
+from tests.model.test_kernels import recurrence
 
 
 def _pixels(ids: Tensor) -> Tensor:
@@ -100,11 +101,8 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
         )
 
     def batch_norm(x: Tensor, name: str, eps: float = 1e-5) -> Tensor:
-        mean, var, scale, shift = (
-            weights[f"{name}.{part}"][:, None, None]
-            for part in ("running_mean", "running_var", "weight", "bias")
-        )
-        return (x - mean) / (var + eps).sqrt() * scale + shift
+        names = ("running_mean", "running_var", "weight", "bias")
+        return functional.batch_norm(x, *(weights[f"{name}.{n}"] for n in names), eps=eps)
 
     def mixer(x: Tensor, name: str) -> Tensor:
         def both_ways(y: Tensor, kernel: str) -> Tensor:
@@ -119,19 +117,11 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
         z = both_ways(halves[1], "conv1d_z")
         rank = math.ceil(x.shape[-1] / 16)
         step, b, c = linear(u, f"{name}.x_proj").split([rank, 8, 8], -1)
-        step = functional.softplus(
-            linear(step, f"{name}.dt_proj") + weights[f"{name}.dt_proj.bias"]
-        )
-        decay = -weights[f"{name}.A_log"].exp()
-        state = torch.zeros(len(x), *decay.shape, dtype=x.dtype)
-        outputs = []
-        for t in range(x.shape[1]):
-            state = (step[:, t, :, None] * decay).exp() * state
-            state = state + (step[:, t] * u[:, t])[..., None] * b[:, t, None]
-            outputs.append(
-                (state * c[:, t, None]).sum(-1) + weights[f"{name}.D"] * u[:, t]
-            )
-        return linear(torch.cat([torch.stack(outputs, 1), z], -1), f"{name}.out_proj")
+        step = linear(step, f"{name}.dt_proj") + weights[f"{name}.dt_proj.bias"]
+        rates = -weights[f"{name}.A_log"].exp()
+        scanned = recurrence(u, functional.softplus(step), rates, b, c)
+        outputs = scanned + weights[f"{name}.D"] * u
+        return linear(torch.cat([outputs, z], -1), f"{name}.out_proj")
 
     def attention(x: Tensor, name: str, heads: int) -> Tensor:
         query, key, value = (
@@ -157,22 +147,16 @@ def test_mambavision_is_the_published_function_under_the_published_names() -> No
         inner = functional.gelu(linear(layer_norm(x, f"{name}.norm2"), f"{name}.mlp.fc1"))
         return x + weights[f"{name}.gamma_2"] * linear(inner, f"{name}.mlp.fc2")
 
-    x = batch_norm(
-        convolution(images, "patch_embed.conv_down.0"), "patch_embed.conv_down.1", 1e-4
-    ).relu()
-    x = batch_norm(
-        convolution(x, "patch_embed.conv_down.3"), "patch_embed.conv_down.4", 1e-4
-    ).relu()
-    inner = batch_norm(
-        convolution(x, "levels.0.blocks.0.conv1"), "levels.0.blocks.0.norm1"
-    )
-    inner = batch_norm(
-        convolution(
-            functional.gelu(inner, approximate="tanh"), "levels.0.blocks.0.conv2"
-        ),
-        "levels.0.blocks.0.norm2",
-    )
-    x = x + weights["levels.0.blocks.0.gamma"][:, None, None] * inner
+    x = images
+    patch = "patch_embed.conv_down"
+    for index in (0, 3):
+        x = convolution(x, f"{patch}.{index}")
+        x = batch_norm(x, f"{patch}.{index + 1}", 1e-4).relu()
+    first = "levels.0.blocks.0"
+    inner = batch_norm(convolution(x, f"{first}.conv1"), f"{first}.norm1")
+    inner = functional.gelu(inner, approximate="tanh")
+    inner = batch_norm(convolution(inner, f"{first}.conv2"), f"{first}.norm2")
+    x = x + weights[f"{first}.gamma"][:, None, None] * inner
     x = convolution(x, "levels.0.downsample.reduction.0", stride=2)  # 5 × 4
     padded = functional.pad(x, (0, 0, 0, 3))
     rows = []

@@ -34,23 +34,17 @@ every_format = pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
         ("fp16", (3, 5), 30),
-        ("int8", (3, 5), 15 + 3 * 2),
         ("int4", (3, 5), 8 + 3 * 2),  # 15 nibbles in 8 bytes
         ("int4-absmax", (3, 5), 8 + 3 * 4),
-        ("q4_k", (8, 10, 512), 80 * 2 * 144),
         ("uint4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2 + 768 * 24),
         ("uint2-g64", (3, 64), 3 * 16 + 3 * 2 + 1),
-        ("int3-g32", (5, 96), 5 * 36 + 5 * 3 * 2),
         ("int5-g64", (2, 3, 64), 6 * 40 + 6 * 2),
-        ("uint8-g32", (3, 64), 3 * 64 + 3 * 2 * 3),
         ("mxfp4", (768, 1536), 768 * 1536 // 2 + 768 * 48),  # a byte for every 32 columns
-        ("q2_0", (3, 192), 3 * 3 * 18),
         (
             "affine3-g64",
             (768, 1536),
             768 * 1536 * 3 // 8 + 768 * 24 * 4,
         ),  # a scale and a bias
-        ("iq2_xxs", (10, 512), 10 * 2 * 66),
     ],
 )
 def test_bytes(name: str, shape: tuple[int, ...], expected: int) -> None:
@@ -79,10 +73,7 @@ def test_bytes_are_those_of_the_packed_weight(name: str) -> None:
         ("int4-g128", 192, "int4-g64"),
         ("int4-g128", 48, "int8"),
         ("affine4-g128", 96, "affine4-g32"),
-        ("affine4-g64", 48, "fp16"),
         ("uint2-g64", 96, "int4-g32"),
-        ("int6-g128", 96, "int6-g32"),
-        ("int3-g32", 48, "int8"),
         ("uint8-g128", 48, "uint8"),
         ("mxfp4", 48, "int8"),
         ("q4_k", 256, "q4_k"),
@@ -90,7 +81,6 @@ def test_bytes_are_those_of_the_packed_weight(name: str) -> None:
         ("q4_k", 48, "fp16"),
         ("iq2_xxs", 96, "iq4_nl"),
         ("q2_0", 96, "iq4_nl"),
-        ("q2_0", 48, "fp16"),
     ],
 )
 def test_the_format_that_fits(wanted: str, columns: int, fitting: str) -> None:
