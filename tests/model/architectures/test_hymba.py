@@ -35,14 +35,12 @@ def straightforward_logits(model: HymbaForCausalLM, ids: list[int]) -> Tensor:
     def turned(flat: Tensor) -> Tensor:
         """Rotary embedding of each head at each position, pair by pair."""
         first, second = flat.unflatten(-1, (-1, width)).chunk(2, -1)
-        angle = (
-            time[:, None, None] * base ** (-torch.arange(0, width, 2) / width).double()
-        )
+        exponents = torch.arange(0, width, 2).double() / width
+        angle = time[:, None, None] * base**-exponents
         sine = angle.sin()
         cosine = angle.cos()
-        return torch.cat(
-            [first * cosine - second * sine, second * cosine + first * sine], -1
-        )
+        turn = [first * cosine - second * sine, second * cosine + first * sine]
+        return torch.cat(turn, -1)
 
     for layer in range(c.num_hidden_layers):
         p = f"model.layers.{layer}."
