@@ -6,6 +6,7 @@ from itertools import cycle
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -393,6 +394,11 @@ def tiny_model(
             elif name.endswith("bias"):
                 parameter.uniform_(-0.5, 0.5)
     return model
+
+
+def slow(*case: Any) -> Any:
+    """A case of a table that only ./test --all runs."""
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

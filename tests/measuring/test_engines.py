@@ -17,14 +17,13 @@ from kl_lens.measuring.pieces import Job
 from kl_lens.measuring.products import precision_for
 from kl_lens.run.readings import summarise
 from kl_lens.weights.recipes import Recipe
-from tests.families import CONFIGS, UNUSUAL, token_ids
+from tests.families import CONFIGS, UNUSUAL, slow, token_ids
 from tests.measuring.conftest import loaded
 
 # Tied and untied heads, blocks that share weights, experts.
 QUICK = ("mamba", "zamba2", "jamba_experts")
 FAMILIES = [
-    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow)
-    for f in [*CONFIGS, *sorted(UNUSUAL.keys() - {"rwkv"})]
+    f if f in QUICK else slow(f) for f in [*CONFIGS, *sorted(UNUSUAL.keys() - {"rwkv"})]
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kl_lens.measuring.engines import FastEngine, PlainEngine
 from kl_lens.measuring.perturbation import find_candidates
-from kl_lens.measuring.pieces import Job, PieceRunner
+from kl_lens.measuring.pieces import Job, Piece, PieceRunner
 from kl_lens.measuring.sweep import Sweep
 from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import Run
@@ -159,6 +159,11 @@ def test_shares_of_another_text_model_or_meaning_are_refused_by_name(
         assert reason in refused[str(path)]
 
 
+def pairs_of(pieces: list[Piece]) -> list[tuple[int, int]]:
+    """Windows with candidates."""
+    return [(w, i) for p in pieces for w in p.windows for g in p.groups for i in g]
+
+
 @pytest.mark.parametrize("engine", [FastEngine, PlainEngine])
 @pytest.mark.parametrize("count", [5, 400])
 def test_every_piece_is_in_one_share_and_shares_are_even(
@@ -173,16 +178,11 @@ def test_every_piece_is_in_one_share_and_shares_are_even(
     work = []
     for index in range(1, count + 1):
         pieces = layout.share(costs, index, count)
-        pairs += [
-            (w, i) for p in pieces for w in p.windows for group in p.groups for i in group
-        ]
+        pairs += pairs_of(pieces)
         work.append(sum(piece.work for piece in pieces))
     assert sorted(pairs) == [(w, i) for w in range(7) for i in range(len(candidates))]
     largest = max(sum(costs[i] for i in group) for group in layout.groups) * layout.batch
     assert max(work) <= sum(costs) * 7 / count * 17 / 16 + largest
     spread = layout.spread(costs, count)
-    shared = [
-        (w, i) for p in spread for w in p.windows for group in p.groups for i in group
-    ]
-    assert sorted(shared) == sorted(pairs)
+    assert sorted(pairs_of(spread)) == sorted(pairs)
     assert sum(piece.noise for piece in spread) == 1

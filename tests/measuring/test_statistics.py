@@ -10,13 +10,11 @@ from kl_lens.base.errors import CheckpointError, FormatError, RunError, Unlearnt
 from kl_lens.measuring.statistics import Moments, StoredStatistics, gather
 from kl_lens.model import LoadedModel
 from kl_lens.model.tasks import LanguageTask
-from tests.families import CONFIGS, tiny_model
+from tests.families import CONFIGS, slow, tiny_model
 from tests.measuring.conftest import loaded, some_windows
 
 QUICK = ("mamba", "zamba2", "jamba_experts")
-FAMILIES = [
-    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in CONFIGS
-]
+FAMILIES = [f if f in QUICK else slow(f) for f in CONFIGS]
 
 
 @pytest.fixture(autouse=True)
@@ -97,10 +95,7 @@ def test_the_time_step_projection_is_seen_though_no_hook_on_it_fires(
     "family",
     [
         "jamba_experts",
-        *(
-            pytest.param(f, marks=pytest.mark.slow)
-            for f in ("granitemoehybrid", "nemotron_h")
-        ),
+        *(slow(f) for f in ("granitemoehybrid", "nemotron_h")),
     ],
 )
 def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:

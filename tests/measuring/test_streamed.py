@@ -22,15 +22,12 @@ from kl_lens.run.readings import Reading
 from kl_lens.study.session import Session
 from kl_lens.targets import deployed
 from kl_lens.weights.recipes import Recipe
-from tests.families import CONFIGS
+from tests.families import CONFIGS, slow
 from tests.measuring.conftest import some_windows, table as _table
 
 LITTLE = 10  # bytes: not even the head stays in memory
 QUICK = ("mamba", "zamba2")  # a tied head, blocks that share weights
-FAMILIES = [
-    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow)
-    for f in [*CONFIGS, "lfm2_moe", "gpt2"]
-]
+FAMILIES = [f if f in QUICK else slow(f) for f in [*CONFIGS, "lfm2_moe", "gpt2"]]
 
 
 @pytest.fixture(autouse=True)
@@ -139,9 +136,7 @@ def test_as_deployed_and_whole_plans_are_the_same_too(saved) -> None:
     assert actual.perplexity == expected.perplexity
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("zamba2", marks=pytest.mark.slow), "jamba_experts"]
-)
+@pytest.mark.parametrize("family", [slow("zamba2"), "jamba_experts"])
 def test_statistics_and_what_methods_make_of_them_are_the_same(
     family: str, saved, tmp_path
 ) -> None:

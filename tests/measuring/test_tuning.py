@@ -11,7 +11,7 @@ from kl_lens.measuring.tuning import TuningRates, _Tunable, tuned
 from kl_lens.model import LoadedModel
 from kl_lens.weights.formats.scales import scales_of, with_scales
 from kl_lens.weights.recipes import Recipe, fitting_recipe
-from tests.families import normal
+from tests.families import normal, slow
 from tests.measuring.conftest import loaded, some_windows
 
 RATES = TuningRates(rate=5e-3, epochs=4, batch=4, steps=1)
@@ -29,8 +29,8 @@ def _loss(model: LoadedModel, plan: dict[str, Recipe], ids: torch.Tensor) -> flo
     [
         ("mamba", "int4"),
         ("falcon_h1", "q4_1"),
-        pytest.param("mamba2", "uint4-g32", marks=pytest.mark.slow),
-        pytest.param("jamba_experts", "int4", marks=pytest.mark.slow),
+        slow("mamba2", "uint4-g32"),
+        slow("jamba_experts", "int4"),
         ("llama", "affine3-g32"),
     ],
 )

@@ -12,7 +12,7 @@ from kl_lens.model.kernels import swap
 from kl_lens.model.kernels.chunked_scan import chunked_scan
 from kl_lens.model.kernels.head_scan import head_scan
 from kl_lens.model.kernels.selective_scan import causal_convolution, selective_scan
-from tests.families import CONFIGS, tiny_model, token_ids
+from tests.families import CONFIGS, slow, tiny_model, token_ids
 from tests.planted import growing, larger
 
 
@@ -266,7 +266,7 @@ SLOW += [(family, torch.float16) for family in ("mamba", "mamba2", "hymba")] + [
     [
         *((family, torch.float32) for family in QUICK),
         ("mamba2", torch.bfloat16),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(slow(*case) for case in SLOW),
     ],
 )
 def test_right_kernels_are_found_right_in_every_precision(

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from kl_lens.base.errors import CheckpointError
 from kl_lens.model import LoadedModel, load
-from tests.families import CONFIGS, tiny_model, token_ids
+from tests.families import CONFIGS, slow, tiny_model, token_ids
 
 QUICK = ("mamba", "zamba2", "jamba_experts")
 
 
 @pytest.mark.parametrize(
     "family",
-    [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS],
+    [f if f in QUICK else slow(f) for f in CONFIGS],
 )
 def test_every_family_opens_from_a_folder(family: str, saved) -> None:
     folder = saved(family)

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from kl_lens.base.files import reference_path
 from kl_lens.model import load
 from kl_lens.text.windows import evaluation_windows
+from tests.families import slow
 
 CLASSES = {
     "mamba": "MambaForCausalLM",
@@ -23,7 +24,7 @@ CLASSES["hymba"] = (
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n != "mamba" else n for n in CLASSES],
+    [slow(n) if n != "mamba" else n for n in CLASSES],
 )
 def test_size_kind_tokenizer_and_perplexity_are_what_the_card_says(name: str) -> None:
     """Perplexity on the first windows of WikiText-2 test; the card's figure is over all of it."""

@@ -37,7 +37,7 @@ from kl_lens.weights.quantizers.lattice_rounding import (
 )
 from kl_lens.weights.quantizers.levels import Levels
 from kl_lens.weights.recipes import Recipe
-from tests.families import normal
+from tests.families import normal, slow
 
 TOKENS = 10**6  # that moments rest on: enough
 GROUPED = [
@@ -103,7 +103,7 @@ def _loss(weight: Tensor, values: Tensor, moments: Tensor) -> Tensor:
     "recipe",
     [
         *METHODS,
-        *(pytest.param(r, marks=pytest.mark.slow) for r in RECIPES if r not in METHODS),
+        *(slow(r) for r in RECIPES if r not in METHODS),
     ],
 )
 def test_no_row_is_worse_than_rounded_to_nearest_and_the_whole_is_better(
@@ -302,10 +302,7 @@ def test_what_rests_on_few_tokens_is_trusted_less(recipe: str) -> None:
 
 LATTICES = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
 # The first use of the others takes ggml seconds.
-NAMES = [
-    name if name == "iq3_xxs" else pytest.param(name, marks=pytest.mark.slow)
-    for name in LATTICES
-]
+NAMES = [name if name == "iq3_xxs" else slow(name) for name in LATTICES]
 ROWS = 4
 COLUMNS = 512
 

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from kl_lens.base.errors import CheckpointError, one_line
@@ -571,25 +572,18 @@ def _find_blocks(
     lists: list[tuple[str, Any]] = [
         (name, m)
         for name, m in model.named_modules()
-        if isinstance(m, kinds) and head not in m.modules()
+        if isinstance(m, kinds) and len(m) and head not in m.modules()
     ]
-    order: list[tuple[int, int]] = []
-    with ExitStack() as hooks:
-        for number, (_, members) in enumerate(lists):
-            for index, member in enumerate(members):
-                hooks.enter_context(
-                    member.register_forward_pre_hook(
-                        lambda *_, position=(number, index): order.append(position)
-                    )
-                )
+    order: list[nn.Module] = []
+    with register_module_forward_pre_hook(lambda module, _: order.append(module)):
         forward()
-    chains = [
-        (name, members)
-        for number, (name, members) in enumerate(lists)
-        if len(members)
-        and [(number, index) for index in range(len(members))]
-        == [position for position in order if position[0] == number]
-    ]
+
+    def is_chain(members: Sequence[nn.Module]) -> bool:
+        distinct = {*members}
+        ran = [module for module in order if module in distinct]
+        return len(distinct) == len(members) and ran == [*members]
+
+    chains = [(name, members) for name, members in lists if is_chain(members)]
     if not chains:
         raise CheckpointError(
             f"{type(model).__name__}: found no chain of blocks (a ModuleList whose members run once each, "

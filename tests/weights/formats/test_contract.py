@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.families import normal
+from tests.families import normal, slow
 
 from kl_lens.base.errors import FormatError
 from kl_lens.weights.formats import fitting_format, get_format, known_formats
@@ -23,7 +23,7 @@ for _package in ("gguf", "xllamacpp"):
 every_format = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name == "iq2_s" else name
+        slow(name) if name == "iq2_s" else name
         for name in known_formats()
         if name not in ("iq2_xs", "iq2_xxs")
     ],

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.families import normal
+from tests.families import normal, slow
 from torch import Tensor
 
 from kl_lens.base.errors import FormatError
@@ -36,7 +36,7 @@ FORMATS = [
 # The tables that ggml builds for its two-bit types take one, three and six seconds.
 TWO_BITS = [
     "iq2_xxs",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("iq2_xs", "iq2_s")),
+    *(slow(name) for name in ("iq2_xs", "iq2_s")),
 ]
 EVERY = [*FORMATS, *TWO_BITS]
 

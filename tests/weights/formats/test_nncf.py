@@ -15,6 +15,7 @@ from kl_lens.weights.formats.tables import NF_BORDERS
 ov = pytest.importorskip("openvino", reason="the extra 'openvino' is not installed")
 nncf = pytest.importorskip("nncf", reason="the extra 'openvino' is not installed")
 from openvino import opset13 as op  # noqa: E402
+from tests.families import slow  # noqa: E402
 
 from kl_lens.targets.openvino.constants import integer_constant  # noqa: E402
 
@@ -122,7 +123,7 @@ def constants(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in MORE_GROUPS else n for n in FORMATS],
+    [slow(n) if n in MORE_GROUPS else n for n in FORMATS],
 )
 def test_integers_and_scales_equal_nncf(name: str, tmp_path: Path) -> None:
     fmt = get_format(name)
