@@ -53,7 +53,7 @@ def test_keys_are_rounded_where_attention_reads_them() -> None:
     component = next(c for c in states_of(model) if c.kind == VALUES and c.block == 1)
     attention = model.chain.blocks[1].self_attn
     rounded = Candidate(component, Recipe("int4")).perturbation
-    with applied(model, {}, [], None, rounded.states):
+    with applied(model, rounded, [], None):
         actual = model.chain.full_logits(ids)
 
     def round_values(_module, _args, output):  # type: ignore[no-untyped-def]

@@ -145,9 +145,8 @@ class TorchSession(Session):
     @contextmanager
     def _applied(self) -> Iterator[None]:
         if self._model.residency is None:
-            weights = applied(
-                self._model, self._recipes, self._weights, self._deployed, self._caches
-            )
+            plan = Perturbation(self._recipes, self._caches)
+            weights = applied(self._model, plan, self._weights, self._deployed)
         else:
             weights = applied_by_block(self._model, self._recipes, self._deployed)
         with weights, self._products.active():

@@ -104,9 +104,7 @@ class Engine(ABC):
         self, perturbation: Perturbation, weights: Sequence[Replacement]
     ) -> AbstractContextManager[None]:
         """Within, the model has the perturbation's weights and states and, as deployed, the runtime's activations."""
-        return applied(
-            self.model, perturbation.recipes, weights, self.deployed, perturbation.states
-        )
+        return applied(self.model, perturbation, weights, self.deployed)
 
     def logits(self, ids: Tensor) -> Tensor:
         """The original model's logits, in this engine's precision."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -248,19 +249,19 @@ def swapped(weights: Sequence[Replacement]) -> Iterator[None]:
 @contextmanager
 def applied(
     model: LoadedModel,
-    recipes: Mapping[str, Recipe],
+    perturbation: Perturbation,
     weights: Sequence[Replacement],
     kernels: Kernels | None,
-    states: Sequence[Kept] = (),
 ) -> Iterator[None]:
     """Within, the model has the quantized weights and rounded states and, with `kernels`, a runtime's activations."""
-    formats: dict[int, dict[str, StateFormat]] = {}
-    for component, name in states:
+    formats: dict[int, dict[str, StateFormat]] = defaultdict(dict)
+    for component, name in perturbation.states:
         assert component.block is not None
-        formats.setdefault(component.block, {})[component.kind] = StateFormat.parse(
-            name, component.kind
-        )
-    rounded = kernels.activations(model, recipes) if kernels else nullcontext()
+        kind = component.kind
+        formats[component.block][kind] = StateFormat.parse(name, kind)
+    rounded: AbstractContextManager[None] = nullcontext()
+    if kernels:
+        rounded = kernels.activations(model, perturbation.recipes)
     with swapped(weights), rounded, keeping(model.chain.blocks, formats):
         yield
 
@@ -270,40 +271,36 @@ def applied_by_block(
     model: LoadedModel, recipes: Mapping[str, Recipe], kernels: Kernels | None
 ) -> Iterator[None]:
     """`applied` for a model on disk: weights are made when their block is entered, because all would not fit."""
-    blocks = list(model.chain.blocks)
-    by_block: dict[int | None, dict[str, Recipe]] = {}
+    by_block: dict[int | None, dict[str, Recipe]] = defaultdict(dict)
     for name, recipe in recipes.items():
         for block in model.anatomy.component(name).blocks or (None,):
-            by_block.setdefault(block, {})[name] = recipe
+            by_block[block][name] = recipe
 
     def weights_of(block: int | None) -> list[Replacement]:
         return replacements(model, Perturbation(by_block.get(block, {})))
 
+    def watch(index: int) -> None:
+        # Closed by `stack` too: an interrupt calls no hook.
+        inside = stack.enter_context(ExitStack())
+
+        def enter(block: nn.Module, _: object) -> None:
+            if not needs_no_weights(block):
+                inside.enter_context(swapped(weights_of(index)))
+
+        def leave(*_: object) -> None:
+            inside.close()
+
+        block = model.chain.blocks[index]
+        stack.enter_context(block.register_forward_pre_hook(enter))
+        # Before the block's own weights are released.
+        hook = block.register_forward_hook(leave, prepend=True, always_call=True)
+        stack.enter_context(hook)
+
     with ExitStack() as stack:
         for index in sorted(block for block in by_block if block is not None):
-            inside = stack.enter_context(
-                ExitStack()
-            )  # closed here too: an interrupt calls no hook
-
-            def enter(
-                block: nn.Module,
-                _: object,
-                index: int = index,
-                inside: ExitStack = inside,
-            ) -> None:
-                if not needs_no_weights(block):
-                    inside.enter_context(swapped(weights_of(index)))
-
-            def leave(*_: object, inside: ExitStack = inside) -> None:
-                inside.close()
-
-            stack.callback(blocks[index].register_forward_pre_hook(enter).remove)
-            # Before the block's own weights are released.
-            hook = blocks[index].register_forward_hook(
-                leave, prepend=True, always_call=True
-            )
-            stack.callback(hook.remove)
-        stack.enter_context(applied(model, recipes, weights_of(None), kernels))
+            watch(index)
+        outside = weights_of(None)
+        stack.enter_context(applied(model, Perturbation(recipes), outside, kernels))
         yield
 
 
