@@ -27,6 +27,8 @@ BITS = (2, 3, 4, 5, 6, 8)
 class AffineFormat(GroupedFormat):
     """`Quantized.data` is uint8, `.zero_points` the biases: the values of code 0, float16, shaped as the scales."""
 
+    symmetric = False
+
     def _bytes(self, shape: Shape) -> int:
         return super()._bytes(shape) + self._groups(shape) * self.scale_dtype.itemsize
 
@@ -56,4 +58,4 @@ class AffineFormat(GroupedFormat):
 
 
 for _bits in BITS:
-    register_groups(AffineFormat, f"affine{_bits}", _bits, False, last=FP16)
+    register_groups(AffineFormat, f"affine{_bits}", _bits, last=FP16)

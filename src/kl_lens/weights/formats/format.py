@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -78,10 +79,11 @@ class Format(ABC):
 
     name: str
     bits: int
-    group_size: int | None  # weights that share one scale; None: the whole row
-    symmetric: bool
+    group_size: int | None = None  # weights that share one scale; None: the whole row
     # Formats to try, in order, for shapes this one does not fit.
     fallback: tuple[str, ...] = ()
+
+    symmetric: ClassVar = True  # no zero points and no offsets beside scales
 
     @property
     def block(self) -> int:
@@ -217,4 +219,4 @@ class HalfFormat(Format):
         return quantized.data.float()
 
 
-register(HalfFormat(FP16, bits=16, group_size=None, symmetric=True))
+register(HalfFormat(FP16, 16))

@@ -19,7 +19,7 @@ from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.formats.integer import SignedScaleFormat
 from kl_lens.weights.formats.tables import MX_ZERO
 
-Q2_0 = SignedScaleFormat("q2_0", 2, 64, True, ("iq4_nl", FP16))
+Q2_0 = SignedScaleFormat("q2_0", 2, 64, ("iq4_nl", FP16))
 MXFP4 = get_format("mxfp4")
 register(Q2_0)
 

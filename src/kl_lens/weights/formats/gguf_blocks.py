@@ -147,26 +147,27 @@ class GGUFFormat(Format):
 
 # If 256 does not divide the columns, the first replacement is llama.cpp's own (`tensor_type_fallback`). For the others
 # llama.cpp has no rule; FP16 is its last resort.
-for _facts in (
-    ("q8_0", 8, 32, True, (FP16,), 32, 34),
-    ("q6_k", 6, 16, True, ("q8_0", FP16), 256, 210),
-    ("q5_k", 5, 32, False, ("q5_1", FP16), 256, 176),
-    ("q4_k", 4, 32, False, ("q5_0", FP16), 256, 144),
-    ("q4_0", 4, 32, True, (FP16,), 32, 18),
-    ("q5_0", 5, 32, True, (FP16,), 32, 22),
-    ("q5_1", 5, 32, False, (FP16,), 32, 24),
-    ("q4_1", 4, 32, False, (FP16,), 32, 20),
-    ("iq4_nl", 4, 32, True, (FP16,), 32, 18),
-    ("iq4_xs", 4, 32, True, ("iq4_nl", FP16), 256, 136),
-    ("q3_k", 3, 16, True, ("q4_0", FP16), 256, 110),
-    ("iq3_s", 3, 32, True, ("iq4_nl", FP16), 256, 110),
-    ("iq3_xxs", 3, 32, True, ("iq4_nl", FP16), 256, 98),
-    ("q2_k", 2, 16, False, ("q4_0", FP16), 256, 84),
-    ("iq2_s", 2, 16, True, ("iq4_nl", FP16), 256, 82),
-    ("iq2_xs", 2, 16, True, ("iq4_nl", FP16), 256, 74),
-    ("iq2_xxs", 2, 32, True, ("iq4_nl", FP16), 256, 66),
+for _name, _bits, _other, _block, _bytes in (
+    ("q8_0", 8, "", 32, 34),
+    ("q6_k", 6, "q8_0", 256, 210),
+    ("q5_k", 5, "q5_1", 256, 176),
+    ("q4_k", 4, "q5_0", 256, 144),
+    ("q4_0", 4, "", 32, 18),
+    ("q5_0", 5, "", 32, 22),
+    ("q5_1", 5, "", 32, 24),
+    ("q4_1", 4, "", 32, 20),
+    ("iq4_nl", 4, "", 32, 18),
+    ("iq4_xs", 4, "iq4_nl", 256, 136),
+    ("q3_k", 3, "q4_0", 256, 110),
+    ("iq3_s", 3, "iq4_nl", 256, 110),
+    ("iq3_xxs", 3, "iq4_nl", 256, 98),
+    ("q2_k", 2, "q4_0", 256, 84),
+    ("iq2_s", 2, "iq4_nl", 256, 82),
+    ("iq2_xs", 2, "iq4_nl", 256, 74),
+    ("iq2_xxs", 2, "iq4_nl", 256, 66),
 ):
-    register(GGUFFormat(*_facts))
+    _fallback = (_other, FP16) if _other else (FP16,)
+    register(GGUFFormat(_name, _bits, None, _fallback, _block, _bytes))
 
 
 _INSTALL = "pip install 'kl-lens[gguf]'"

@@ -166,30 +166,31 @@ def register_groups(
     kind: type[GroupedFormat],
     stem: str,
     bits: int,
-    symmetric: bool,
     groups: Sequence[int] = GROUPS,
     last: str = "int8",
 ) -> None:
     """`STEM-gN` for groups of N columns. Where N does not divide the columns, smaller ones replace it, then `last`."""
     for group in groups:
         smaller = (f"{stem}-g{size}" for size in groups if size < group)
-        register(kind(f"{stem}-g{group}", bits, group, symmetric, (*smaller, last)))
+        register(kind(f"{stem}-g{group}", bits, group, (*smaller, last)))
 
 
-register(SignedScaleFormat("int8", 8, None, True))
-register(SignedScaleFormat("int4", 4, None, True))
-register(AbsoluteMaximumFormat("int8-absmax", 8, None, True))
-register(AbsoluteMaximumFormat("int4-absmax", 4, None, True))
+register(SignedScaleFormat("int8", 8))
+register(SignedScaleFormat("int4", 4))
+register(AbsoluteMaximumFormat("int8-absmax", 8))
+register(AbsoluteMaximumFormat("int4-absmax", 4))
 
 # If groups do not divide the columns, NNCF stops with an error by default. When allowed to adjust, it takes the largest
 # power of two from 32 up that divides them, or else its 8-bit backup. So do these.
-register_groups(SignedScaleFormat, "int4", 4, True)
-register_groups(SignedScaleFormat, "int8", 8, True, groups=(128,))
+register_groups(SignedScaleFormat, "int4", 4)
+register_groups(SignedScaleFormat, "int8", 8, groups=(128,))
 
 
 @dataclass(frozen=True)
 class ZeroPointFormat(GroupedFormat):
     """`Quantized.data` and `.zero_points` are uint8, 0 to 15 or 3; zero points have the shape of the scales."""
+
+    symmetric = False
 
     def _bytes(self, shape: Shape) -> int:
         return super()._bytes(shape) + (self._groups(shape) * self.bits + 7) // 8
@@ -216,9 +217,9 @@ class ZeroPointFormat(GroupedFormat):
 
 
 # Replacements as for the symmetric formats.
-register(ZeroPointFormat("uint4", 4, None, False))
-register_groups(ZeroPointFormat, "uint4", 4, False)
-register(ZeroPointFormat("uint2-g64", 2, 64, False, ("int4-g32", "int8")))
+register(ZeroPointFormat("uint4", 4))
+register_groups(ZeroPointFormat, "uint4", 4)
+register(ZeroPointFormat("uint2-g64", 2, 64, ("int4-g32", "int8")))
 
 
 @dataclass(frozen=True)
@@ -231,8 +232,8 @@ class PackedFormat(SignedScaleFormat):
 
 
 # What compressed-tensors' `pack-quantized` has and OpenVINO has not.
-register(ZeroPointFormat("uint8", 8, None, False))
+register(ZeroPointFormat("uint8", 8))
 for _bits in (3, 5, 6):
-    register_groups(PackedFormat, f"int{_bits}", _bits, True)
-register_groups(SignedScaleFormat, "int8", 8, True, groups=(64, 32))  # NNCF has 128
-register_groups(ZeroPointFormat, "uint8", 8, False, last="uint8")
+    register_groups(PackedFormat, f"int{_bits}", _bits)
+register_groups(SignedScaleFormat, "int8", 8, groups=(64, 32))  # NNCF has 128
+register_groups(ZeroPointFormat, "uint8", 8, last="uint8")

@@ -153,6 +153,6 @@ class MicroscalingFormat(TableFormat):
         return pack_codes(indices.abs() + 8 * (indices < 0), self.bits)
 
 
-register(NormalFloatFormat("nf4", 4, None, True))
-register_groups(NormalFloatFormat, "nf4", 4, True)
-register(MicroscalingFormat("mxfp4", 4, 32, True, ("int8",)))
+register(NormalFloatFormat("nf4", 4))
+register_groups(NormalFloatFormat, "nf4", 4)
+register(MicroscalingFormat("mxfp4", 4, 32, ("int8",)))
