@@ -107,11 +107,10 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among a block's arguments: (batch, positions, width), else an image with four axes."""
     values = [*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values()]
     real = [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
-    for axes in (3, 4):
-        for value in real:
-            if value.dim() == axes:
-                return value
-    raise CheckpointError("a block was called without hidden states or an image")
+    states = [value for value in real if value.dim() in (3, 4)]
+    if not states:
+        raise CheckpointError("a block was called without hidden states or an image")
+    return min(states, key=Tensor.dim)  # the first of equals
 
 
 def marked(call: Arguments, marks: Mapping[int, Given], boards: set[str]) -> Arguments:
@@ -216,16 +215,14 @@ class Chain:
             outputs.append(output)
             for name, before in boards[-1].items():
                 after = kwargs[name]
-                if before.keys() != after.keys() or any(
-                    before[key] is not after[key] for key in before
-                ):
+                kept = (after.get(key) is value for key, value in before.items())
+                if len(before) != len(after) or not all(kept):
                     self._boards.add(name)
 
         with ExitStack() as hooks:
             for block in self.blocks:
-                hooks.enter_context(
-                    block.register_forward_pre_hook(enter, with_kwargs=True)
-                )
+                entering = block.register_forward_pre_hook(enter, with_kwargs=True)
+                hooks.enter_context(entering)
                 hooks.enter_context(block.register_forward_hook(leave, with_kwargs=True))
             hooks.enter_context(
                 self.head.register_forward_hook(lambda _m, _a, out: at_head.append(out))

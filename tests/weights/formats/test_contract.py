@@ -109,7 +109,7 @@ def test_bad_values_name_the_tensor(name: str, value: float, complaint: str) -> 
     weight = torch.zeros(2, 256)
     weight[1, 7] = value
     with pytest.raises(FormatError, match=rf"^layers\.3\.x_proj\.weight: {complaint}"):
-        get_format(name).roundtrip(weight, "layers.3.x_proj.weight")
+        get_format(name).quantize(weight, "layers.3.x_proj.weight")
 
 
 @pytest.mark.parametrize(

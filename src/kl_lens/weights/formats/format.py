@@ -125,9 +125,9 @@ class Format(ABC):
     def dequantize(self, quantized: Quantized) -> Tensor:
         """The float32 values that a runtime computes with."""
 
-    def roundtrip(self, weight: Tensor, name: str = "weight") -> Tensor:
+    def roundtrip(self, weight: Tensor) -> Tensor:
         """The float32 values that a runtime computes with after storing `weight`, on the weight's device."""
-        return self.dequantize(self.quantize(weight, name))
+        return self.dequantize(self.quantize(weight))
 
     def pack(self, quantized: Quantized) -> Bytes:
         """The data as in a file, without scales."""
