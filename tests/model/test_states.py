@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from kl_lens.base.errors import FormatError
-from kl_lens.model import Chain
 from kl_lens.model.kernels.rounded_scan import rounded_scan
 from kl_lens.model.states import GGML, StateFormat, keeping, running_format
-from kl_lens.run.records import KEYS, STATE, VALUES
+from kl_lens.run.records import KEYS, STATE
 from kl_lens.weights.formats import get_format
-from tests.families import normal, tiny_model, token_ids
+from tests.families import normal
 
 FORMATS = (
     "fp16",
@@ -155,20 +154,3 @@ def test_only_the_blocks_that_are_named_are_rounded() -> None:
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(FormatError, match=r"for state; there are .*int8\+feedback"):
         StateFormat.parse(name)
-
-
-@pytest.mark.parametrize(
-    ("family", "shapes"),
-    [
-        ("mamba", {STATE: (128, 1, 8)}),
-        ("mamba2", {STATE: (8, 16, 16)}),
-        ("llama", {KEYS: (2, 16), VALUES: (2, 16)}),
-    ],
-)
-def test_a_block_tells_the_shapes_of_what_it_carries(family: str, shapes: dict) -> None:
-    chain = Chain(tiny_model(family))
-    ids = token_ids(1, 5)
-    expected = chain.full_logits(ids)
-    with keeping(chain.blocks, {0: {}}) as carried:
-        assert torch.equal(chain.full_logits(ids), expected)
-    assert carried == {0: shapes}
