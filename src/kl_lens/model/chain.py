@@ -569,7 +569,7 @@ def _find_blocks(
     lists: list[tuple[str, Any]] = [
         (name, m)
         for name, m in model.named_modules()
-        if isinstance(m, kinds) and len(m) and head not in m.modules()
+        if isinstance(m, kinds) and head not in m.modules()
     ]
     order: list[nn.Module] = []
     with register_module_forward_pre_hook(lambda module, _: order.append(module)):
@@ -578,7 +578,7 @@ def _find_blocks(
     def is_chain(members: Sequence[nn.Module]) -> bool:
         distinct = {*members}
         ran = [module for module in order if module in distinct]
-        return len(distinct) == len(members) and ran == [*members]
+        return len(distinct) == len(members) > 0 and ran == [*members]
 
     chains = [(name, members) for name, members in lists if is_chain(members)]
     if not chains:

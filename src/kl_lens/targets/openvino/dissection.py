@@ -251,7 +251,7 @@ def _format(weight: Any, kinds: Iterable[str], axes: int) -> Format | None:
     signed = not kind.startswith("u")
     name = f"{'' if signed else 'u'}int{_BITS[kind]}" + (f"-g{group}" if group else "")
     make = SignedScaleFormat if signed else ZeroPointFormat
-    return make(name, _BITS[kind], group, signed)
+    return make(name, _BITS[kind], group)
 
 
 def _constants(node: Any) -> Iterator[Any]:
