@@ -1,12 +1,13 @@
 """What is said about files side by side."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kl_lens.judging.choosing import Contender, verdicts
-from kl_lens.judging.duel import short_names
+from kl_lens.judging.duel import maker_of, short_names
 from kl_lens.reporting.names import fixed_with_error, with_error
 from kl_lens.run.records import Estimate
 
@@ -65,6 +66,42 @@ def test_the_difference_is_paired_by_window() -> None:
 def test_names_are_as_long_as_needed() -> None:
     assert short_names(["/x/one.gguf", "/x/two/model.safetensors"]) == ["one.gguf", "two"]
     assert short_names(["/x/a/q4.gguf", "/x/b/q4.gguf"]) == ["a/q4.gguf", "b/q4.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("path", "metadata", "maker"),
+    [
+        ("ours/artifact.json", {}, "KL Lens"),
+        ("a.gguf", {"general.quantized_by": "Unsloth"}, "Unsloth"),
+        (
+            "a.gguf",
+            {"general.repo_url": "https://huggingface.co/bartowski/x"},
+            "bartowski",
+        ),
+        ("a.gguf", {"general.repo_url": "somewhere"}, ""),
+        ("models--mlx-community--x/snapshots/1/model.gguf", {}, "mlx-community"),
+        (".lmstudio/models/someone/x-GGUF/x.gguf", {}, "someone"),
+        ("a.gguf", {"general.quantized_by": "\x1b[2J"}, "\\x1b[2J"),
+    ],
+)
+def test_the_maker_of_a_file_is_named_as_far_as_it_is_known(
+    path: str, metadata: dict[str, str], maker: str, tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
+    file = tmp_path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".json":
+        file.write_text("{}")
+        file = file.parent
+    else:
+        writer = gguf.GGUFWriter(file, "mamba")
+        for key, value in metadata.items():
+            writer.add_string(key, value)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    assert maker_of(file) == maker
 
 
 def test_one_window_has_no_error() -> None:

@@ -50,9 +50,13 @@ def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
     }
 
 
+# Of a file side by side with others: its name in JSON → where it is.
+_FILE = {"file": "name", "maker": "maker", "runtime": "runtime", "bytes": "bytes"}
+
+
 def _duel_json(result: EvaluateResult | CompareResult) -> dict[str, Any]:
     files = [
-        {"file": file.name, "runtime": file.runtime, "bytes": file.bytes}
+        {name: getattr(file, field) for name, field in _FILE.items()}
         | {name: value.to_json() for name, value in file.values.items()}
         for file in result.duel
     ]
@@ -122,6 +126,7 @@ def _side_by_side(result: EvaluateResult | CompareResult) -> Shown:
     rows = [
         {
             "file": file.name,
+            "made by": file.maker,
             "runtime": file.runtime,
             "size": human_bytes(file.bytes),
             "KL": with_error(file.values["kl_mean"]),

@@ -368,7 +368,7 @@ def sized_chart(files: Sequence[Entrant]) -> Chart:
         Dot(
             f.bytes / divisor,
             f.kl,
-            f"{f.name}, {f.runtime}",
+            ", ".join(filter(None, (f.name, f.maker, f.runtime))),
             f.runtime,
             *end,
             label=f.name,
