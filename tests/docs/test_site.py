@@ -104,7 +104,7 @@ BEHIND = ("results.md", "method.md", "performance.md")
 
 def test_the_documentation_is_short() -> None:
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in BY_PEOPLE}
-    assert words[README] < 900
+    assert words[README] <= 850
     releases = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")
     assert max(len(release.split()) for release in releases) <= 420
     behind = sum(count for page, count in words.items() if page.name in BEHIND)
