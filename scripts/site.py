@@ -251,7 +251,7 @@ def _package(name: str) -> Iterator[str]:
         yield from ("", f"### {public}", "")
         if inspect.isclass(member) and issubclass(member, Exception):
             yield inspect.getdoc(member) or ""
-        elif inspect.isclass(member) or inspect.isfunction(member):
+        elif callable(member):
             yield from ("```python", signature(public, member), "```", "")
             yield from _described(member)
         else:
@@ -301,7 +301,7 @@ def _described(member: Any) -> Iterator[str]:
         methods = [
             (name, method)
             for name, method in vars(member).items()
-            if inspect.isfunction(method) and not name.startswith("_") and method.__doc__
+            if callable(method) and not name.startswith("_") and method.__doc__
         ]
         yield from (
             "",
@@ -316,7 +316,7 @@ def _markdown(docstring: str) -> Iterator[str]:
     """A docstring with `Args:` as a list and `Example:` as code."""
     for part in re.split(r"\n\n(?=\w+:\n)", docstring):
         title, _, body = part.partition(":\n")
-        if title not in ("Args", "Returns", "Raises", "Example"):
+        if title not in ("Args", "Keywords", "Returns", "Raises", "Example"):
             yield _plain(part)
         elif title == "Example":
             yield from ("", "```pycon", textwrap.dedent(body).rstrip(), "```")

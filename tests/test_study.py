@@ -137,14 +137,14 @@ def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda s: s.measure(precision="int3"), "--precision int3: expected one of"),
-        (lambda s: s.measure(windows="many"), "--windows many: expected"),
-        (lambda s: s.measure(windows=-1), "--windows -1: expected"),
+        (lambda s: s.measure(precision="int3"), "precision=int3: expected one of"),
+        (lambda s: s.measure(windows="many"), "windows=many: expected"),
+        (lambda s: s.measure(windows=-1), "windows=-1: expected"),
         (lambda s: s.plan(max_bytes="4 stones"), "is not a size; give for example 90MB"),
         (lambda s: s.plan(budgets=3), "plan has no setting 'budgets'; it has"),
         (
             lambda s: s.plan(minimise="speed"),
-            "--minimise speed: expected one of bytes, kl, seconds",
+            "minimise=speed: expected one of bytes, kl, seconds",
         ),
         (lambda s: s.plan(), "say what to plan"),
         (lambda s: s.export("nothing-of-the-kind"), "nothing-of-the-kind"),

@@ -33,3 +33,4 @@ if TYPE_CHECKING:
     from kl_lens.targets import open_session as open_session
 else:
     __getattr__, __all__ = lazy_names(__name__)
+    __dir__ = __all__.copy  # what completion offers

@@ -51,19 +51,6 @@ def test_targets_stand_beside_weights_alone(tmp_path: Path) -> None:
         )  # nothing measured as it computes: weights alone
 
 
-def test_a_folder_measured_before_bos_goes_on_without_it_or_not_at_all(
-    tmp_path: Path,
-) -> None:
-    with Run.create(tmp_path) as run:
-        identify(run)
-        assert "bos" not in run.identity  # nothing was measured
-        run.identify_text(CALIBRATION, {"length": 10}, ["x"])
-        assert run.identity["bos"] == "no"
-        with pytest.raises(RunError, match="'no' there and 'yes' now; use another --run"):
-            run.identify({"bos": "yes"})
-        run.identify({"bos": "no"})
-
-
 @pytest.mark.parametrize(
     ("version", "maker"),
     [(0, "an older"), (2, "an older"), (99, "a newer")],

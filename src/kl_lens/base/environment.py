@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -35,6 +36,18 @@ def set_defaults() -> None:
     """Sets variables that the user has not set. Call before torch is first imported."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def quiet_libraries() -> None:
+    """Libraries' own progress bars and advice would mix with ours. Most read this when they load."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    if transformers := sys.modules.get("transformers"):
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
 
 
 def require_thread_counts() -> None:

@@ -7,7 +7,6 @@ import difflib
 import importlib
 import io
 import itertools
-import logging
 import os
 import shlex
 import sys
@@ -18,7 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kl_lens.base.environment import require_thread_counts, set_defaults
+from kl_lens.base.environment import (
+    quiet_libraries,
+    require_thread_counts,
+    set_defaults,
+)
 
 set_defaults()
 
@@ -244,15 +247,6 @@ def show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
         terminal.tell(reason if reason.startswith(subject) else f"{subject}: {reason}")
 
 
-def _quiet_libraries() -> None:
-    """Libraries' own progress bars and advice would mix with ours. They read this when they load."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("nncf").setLevel(logging.ERROR)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code. An error is one line on standard error; a traceback comes with --debug only."""
     words = sys.argv[1:] if argv is None else argv
@@ -261,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _open_streams()
         require_thread_counts()
         if "--debug" not in words:
-            _quiet_libraries()
+            quiet_libraries()
         code = execute(parse(words))
         sys.stdout.flush()  # here, where a full disk can still be reported
         return code

@@ -28,8 +28,8 @@ from kl_lens.planning.problem import (
     Held as Held,
     Problem as Problem,
     build_problem as build_problem,
+    stock_with_our_methods as stock_with_our_methods,
     store_fixed_bytes as store_fixed_bytes,
     stored_fixed_bytes as stored_fixed_bytes,
 )
-from kl_lens.planning.rivals import stock_with_our_methods as stock_with_our_methods
 from kl_lens.planning.speed import SpeedModel as SpeedModel, speed_model as speed_model

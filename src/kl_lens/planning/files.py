@@ -24,26 +24,25 @@ from kl_lens.weights.recipes import FP16, Recipe
 PLAN_FILE_VERSION = 3
 # In this order. Those that are not a plan's own: version, bits_per_weight (for people), fingerprint.
 _FIELDS = (
-    *(
-        "version",
-        "name",
-        "family",
-        "made_by",
-        "target",
-        "predicted_kl",
-        "interaction",
-        "bytes",
-    ),
-    *(
-        "bits_per_weight",
-        "fixed_bytes",
-        "limits",
-        "measured",
-        "statistics",
-        "contest",
-        "fingerprint",
-    ),
-    *("caches", "held_bytes", "notes", "assignment"),
+    "version",
+    "name",
+    "family",
+    "made_by",
+    "target",
+    "predicted_kl",
+    "interaction",
+    "bytes",
+    "bits_per_weight",
+    "fixed_bytes",
+    "limits",
+    "measured",
+    "statistics",
+    "contest",
+    "fingerprint",
+    "caches",
+    "held_bytes",
+    "notes",
+    "assignment",
 )
 _MEMORY = ("caches", "held_bytes")  # only of plans for a memory
 

@@ -238,8 +238,7 @@ def verify(predicted: Estimate, measured: Estimate) -> tuple[bool, str]:
     """
     ratio = measured.value / predicted.value if predicted.value else math.inf
     numbers = (
-        f"predicted {spell_estimate(predicted)}, measured {spell_estimate(measured)} nats per token "
-        f"({ratio:.3g} times)"
+        f"predicted {predicted}, measured {measured} nats per token ({ratio:.3g} times)"
     )
     difference = measured.value - predicted.value
     error = math.hypot(predicted.standard_error, measured.standard_error)
@@ -265,13 +264,6 @@ def interaction(pairs: Iterable[tuple[float, float]]) -> float:
         if predicted > 0 < measured
     ]
     return math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
-
-
-def spell_estimate(estimate: Estimate) -> str:
-    """`0.0103 ± 0.0001`; an unknown error is not shown."""
-    if math.isfinite(estimate.standard_error):
-        return f"{estimate.value:.4g} ± {estimate.standard_error:.1g}"
-    return f"{estimate.value:.4g}"
 
 
 @dataclass(frozen=True)

@@ -274,6 +274,37 @@ def _refusal(component: Component, recipe: Recipe, target: Target | None) -> str
     return reason
 
 
+def stock_with_our_methods(
+    problem: Problem, stock: Sequence[Mapping[str, Recipe]]
+) -> list[dict[str, Recipe]]:
+    """A target's stock recipes with our methods: each component gets the recipe with the least damage that is no
+    larger than the stock recipe's.
+
+    `problem`: without groups, because fused siblings may differ here. A stock recipe smaller than anything measured is
+    left out.
+    """
+    components = {c.name: c for c in problem.table.components}
+
+    def size(name: str, recipes: Mapping[str, Recipe]) -> float:
+        if name not in recipes:
+            return math.inf
+        recipe = stored_recipe(components[name], recipes[name])[0]
+        return bytes_for(components[name], recipe, problem.target)
+
+    improved = []
+    for recipes in stock:
+        assignment = {}
+        for group in problem.groups:
+            (name,) = group.members
+            most = size(name, recipes)
+            fitting = [choice for choice in group.choices if choice.bytes <= most]
+            if fitting:
+                assignment[name] = min(fitting, key=lambda c: (c.kl, c.bytes)).recipe
+        if len(assignment) == len(problem.groups):
+            improved.append(assignment)
+    return improved
+
+
 def store_fixed_bytes(run: Run, target: Target, fixed_bytes: int) -> None:
     """Stores the bytes of the target's file besides the weights; the report cannot compute them without the model."""
     run.store(_FIXED_BYTES, target.name, fixed_bytes)

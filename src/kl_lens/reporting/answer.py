@@ -146,11 +146,7 @@ def commands_for(view: RunView, plan: Plan) -> list[str]:
     whole = [c for c in view.commands if c.verb == "run"]
     if whole and plan.name in view.recommended:
         return [whole[-1].line]
-    measured = [
-        c
-        for c in view.commands
-        if c.verb == "measure" or c.words[1:3] == ("paper", "import")
-    ][-1:]
+    measured = [c for c in view.commands if c.verb == "measure"][-1:]
     planned = [
         c for c in view.commands if c.verb == "plan" and "--frontier" not in c.words
     ]

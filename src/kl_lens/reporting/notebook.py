@@ -18,7 +18,7 @@ from kl_lens.reporting.charts import (
 from kl_lens.reporting.data import KL
 from kl_lens.reporting.names import with_error
 from kl_lens.reporting.sections.explorer import rows_of
-from kl_lens.run.records import SensitivityTable
+from kl_lens.run.records import Row, SensitivityTable, Tabular
 
 
 class ReportFile(type(Path())):  # type: ignore[misc]
@@ -31,8 +31,14 @@ class ReportFile(type(Path())):  # type: ignore[misc]
         )
 
 
-class PlottedFrontier(tuple[FrontierPoint, ...]):
+class PlottedFrontier(tuple[FrontierPoint, ...], Tabular):
     """A frontier with its picture."""
+
+    def rows(self) -> list[Row]:
+        return [vars(point) for point in self]
+
+    def _repr_html_(self) -> None:
+        """None: the picture is shown."""
 
     def plot(self) -> Chart:
         """Size against predicted KL."""
@@ -52,6 +58,9 @@ class PlottedFrontier(tuple[FrontierPoint, ...]):
 
 class PlottedTable(SensitivityTable):
     """Measurements with their picture."""
+
+    def _repr_html_(self) -> None:
+        """None: the picture is shown."""
 
     def plot(self, recipe: str | None = None) -> Chart:
         """What each component loses alone in a recipe (default: the one that most were measured in)."""

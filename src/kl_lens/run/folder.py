@@ -234,9 +234,7 @@ class Run:
     @checks_rows
     def identity(self) -> dict[str, Any]:
         rows = self.journal.rows("SELECT key, value FROM identity")
-        values = {key: json.loads(value) for key, value in rows}
-        # Version 0.1.0 never began windows with BOS, and did not say so.
-        return ({"bos": "no"} if self.roles() else {}) | values
+        return {key: json.loads(value) for key, value in rows}
 
     @checks_rows
     def text_identity(self, role: str) -> dict[str, Any] | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kl_lens.base.errors import PlanError
+
+T = TypeVar("T")
 
 
 class Record:
@@ -95,6 +98,72 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
+Row = dict[str, Any]  # column → value
+
+
+class Tabular:
+    """Mixin: rows, as a DataFrame, and as a table in a notebook."""
+
+    def rows(self) -> list[Row]:
+        raise NotImplementedError
+
+    def to_pandas(self) -> Any:
+        """A DataFrame of `rows`."""
+        import pandas  # optional dependency
+
+        return pandas.DataFrame(self.rows())
+
+    def _repr_html_(self) -> str | None:
+        rows = self.rows()
+        heads = dict.fromkeys(name for row in rows for name in row)
+        lines = [_line("th", heads), *(_line("td", map(row.get, heads)) for row in rows)]
+        return f"<table>{''.join(lines)}</table>"
+
+
+def _line(tag: str, values: Iterable[Any]) -> str:
+    cells = (f"<{tag}>{html.escape(_text(value))}</{tag}>" for value in values)
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Rows(list[T], Tabular):
+    """Records, of which each is a row."""
+
+    def rows(self) -> list[Row]:
+        return [
+            record.summary() if isinstance(record, Plan) else _row(record)
+            for record in self
+        ]
+
+
+def _row(record: Any) -> Row:
+    """The record's plain values, and those of the mappings and estimates in it."""
+    row: Row = {}
+    for entry in fields(record):
+        value = getattr(record, entry.name)
+        inner = value if isinstance(value, dict) else {"": value}
+        for key, item in inner.items():
+            name = key if key and key not in row else f"{entry.name}_{key}".strip("_")
+            if isinstance(item, Estimate):
+                row |= {name: item.value, f"{name}_se": item.standard_error}
+            elif isinstance(item, Quartiles):
+                row |= {
+                    name: item.median,
+                    f"{name}_low": item.low,
+                    f"{name}_high": item.high,
+                }
+            elif isinstance(item, Subject):
+                row[name] = item.label
+            elif isinstance(item, str | int | float | None):
+                row[name] = item
+    return row
+
+
 @dataclass(frozen=True)
 class Component(Record):
     """One weight matrix (or stack of expert matrices) that can have its own format."""
@@ -120,6 +189,11 @@ class Estimate(Record):
 
     value: float
     standard_error: float = float("nan")
+
+    def __str__(self) -> str:
+        """`0.0103 ± 0.0001`; an unknown error is not shown."""
+        error = self.standard_error
+        return _text(self.value) + (f" ± {error:.1g}" if math.isfinite(error) else "")
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -195,8 +269,8 @@ class Measured(Record):
 EXPORT_OPTIONS = "export_options"
 
 
-@dataclass(frozen=True)
-class Plan(Record):
+@dataclass(frozen=True, repr=False)
+class Plan(Record, Tabular):
     """Which recipe each component gets. Components not named stay FP16."""
 
     name: str
@@ -222,6 +296,22 @@ class Plan(Record):
     contest: str | None = None  # how it compares with stock recipes, in a sentence
     edited: bool = False  # by hand since KL Lens wrote it
 
+    def __repr__(self) -> str:
+        words = [
+            f"{name} {_text(value)}" for name, value in self.summary().items() if value
+        ]
+        return f"Plan({', '.join(words)})"
+
+    def rows(self) -> list[Row]:
+        """One row per component that is not left in FP16."""
+        return [{"component": c, "recipe": r} for c, r in self.assignment.items()]
+
+    def summary(self) -> Row:
+        """The plan as one row."""
+        measured = None if self.measured is None else self.measured.kl.value
+        row: Row = {"plan": self.name, "target": self.target, "bytes": self.file_bytes}
+        return row | {"predicted_kl": self.predicted_kl, "measured_kl": measured}
+
     @property
     def missed(self) -> Estimate | None:
         """The loss on held-out text (of KL, or the rise of perplexity) if that, with its error, is above the limit."""
@@ -244,8 +334,8 @@ class Plan(Record):
         return None if self.bytes is None else self.bytes + self.fixed_bytes
 
 
-@dataclass(frozen=True)
-class SensitivityTable:
+@dataclass(frozen=True, repr=False)
+class SensitivityTable(Tabular):
     """All measurements of a run and the components they are about: the input of planning."""
 
     model: str
@@ -265,13 +355,13 @@ class SensitivityTable:
         """Measured formats, in order of first appearance."""
         return tuple(dict.fromkeys(m.format for m in self.measurements))
 
-    def to_pandas(self) -> Any:
-        """A DataFrame of `rows`."""
-        import pandas  # optional dependency
+    def __repr__(self) -> str:
+        words = (
+            f"{len(self.components)} components, {len(self.measurements)} measurements"
+        )
+        return f"SensitivityTable({self.model}: {words} of {', '.join(self.formats)})"
 
-        return pandas.DataFrame(self.rows())
-
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """One row per component and recipe: bytes and bits per weight, whether it was measured, every metric, and its
         standard error as `…_se`."""
         from kl_lens.weights.recipes import Recipe  # loads torch
@@ -280,7 +370,7 @@ class SensitivityTable:
         rows = []
         for m in self.measurements:
             about = components[m.component]
-            row: dict[str, Any] = {"component": m.component, "recipe": m.format}
+            row: Row = {"component": m.component, "recipe": m.format}
             row |= {
                 name: getattr(about, name)
                 for name in ("kind", "family", "block", "parameters")
@@ -410,7 +500,7 @@ def _bracketed(settings: Mapping[str, Any]) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Score(Record):
     """The quality of the original, a plan in PyTorch or an exported file on one text or task."""
 
@@ -423,6 +513,10 @@ class Score(Record):
     runtime: dict[str, Any]  # library, version, device, threads; dtype for PyTorch
     seconds: float
 
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name} {value}" for name, value in self.values.items())
+        return f"Score({self.subject.label}, {self.what}: {values})"
+
 
 @dataclass(frozen=True)
 class Quartiles(Record):
@@ -434,7 +528,7 @@ class Quartiles(Record):
     repeats: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile(Record):
     """Speed and size of an exported file on one device with one protocol."""
 
@@ -456,9 +550,6 @@ class Profile(Record):
     # unknown ones are missing.
     load: dict[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """A run keeps the provenance with it."""
-        return super().from_json(
-            {key: value for key, value in data.items() if key != "provenance"}
-        )
+    def __repr__(self) -> str:
+        medians = (f"{name} {time.median:.4g}" for name, time in self.timings.items())
+        return f"Profile({self.subject.label}, {self.device}: {', '.join(medians)})"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kl_lens.base.errors import printable
 
 if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
     from kl_lens.base.progress import Progress
@@ -90,6 +93,29 @@ class Events:
 
     def result(self, result: object) -> None:
         """The result of a stage of `run`; None if there is nothing to show."""
+
+
+class Bars(Events):
+    """For Python: long work shows a bar in a terminal or a notebook, warnings go to the logger `kl_lens`."""
+
+    def warn(self, text: str) -> None:
+        logging.getLogger("kl_lens").warning(printable(text))
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Progress]:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        from kl_lens.base.progress import Progress
+
+        console = Console(stderr=True)
+        shown = console.is_terminal or console.is_jupyter
+        with Bar(console=console, transient=True, disable=not shown) as bar:
+            task = bar.add_task(title, total=None)
+            yield Progress(
+                lambda total, done: bar.update(task, total=total, completed=done),
+                lambda work, _: bar.advance(task, work),
+            )
 
 
 def exit_code(result: Any) -> int:

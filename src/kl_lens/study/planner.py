@@ -15,7 +15,6 @@ from kl_lens.measuring.joint import JointResult, PlanMeter
 from kl_lens.measuring.perturbation import find_candidates
 from kl_lens.model import LoadedModel
 from kl_lens.model.carried import carried_by
-from kl_lens.planning.predict import spell_estimate
 from kl_lens.run.folder import INTERACTION, SCREENED, Run
 from kl_lens.run.readings import KL
 from kl_lens.run.records import (
@@ -254,7 +253,7 @@ class TargetPlanner:
                 else ("the KL is", "loss")
             )
             events.tell(
-                f"{plan.name} misses its target: {quantity} {spell_estimate(loss)} on {measured.place}, and at most "
+                f"{plan.name} misses its target: {quantity} {loss} on {measured.place}, and at most "
                 f"{plan.limits[most]:g} was asked for"
             )
         parts = planning.Predictor(table).total(plan.assignment)

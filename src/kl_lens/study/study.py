@@ -6,28 +6,38 @@ Each command has its settings and its function in the module of its name, which 
 from __future__ import annotations
 
 import gc
+import html
 import importlib
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kl_lens.base.environment import quiet_libraries
 from kl_lens.base.errors import KLLensError
 from kl_lens.study import settings as of
-from kl_lens.study.events import Events
+from kl_lens.study.events import Bars, Events
+from kl_lens.study.keywords import Method, verb
 from kl_lens.study.session import Session
 from kl_lens.study.settings import DEFAULT_MODEL, OPENING_NAMES, Settings
 from kl_lens.targets import describe_target
 
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
+    from typing import Unpack
+
     from kl_lens.judging.duel import Entrant
     from kl_lens.judging.ranking import Ranking
     from kl_lens.measuring.statistics import StoredStatistics
     from kl_lens.model import LoadedModel
     from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable
     from kl_lens.run.autopsies import Autopsy
-    from kl_lens.run.records import Plan, Profile, Score, SensitivityTable
+    from kl_lens.run.records import Plan, Profile, Rows, Score, SensitivityTable
+    from kl_lens.study import typed
     from kl_lens.study.generate import GenerateResult
     from kl_lens.study.run import RunResult
+
+
+T = TypeVar("T")
 
 
 def settings_of(verb: str) -> type[Settings]:
@@ -46,6 +56,10 @@ def settings_of(verb: str) -> type[Settings]:
     )
 
 
+def _verb(name: str, *without: str) -> Callable[[Method], Method]:
+    return lambda function: verb(function, partial(settings_of, name), *without)
+
+
 def use_llama_cpp(path: Path) -> None:
     """The llama.cpp of all that follows: a libllama file, or a folder with one."""
     from kl_lens.targets.gguf.library import use_library
@@ -57,14 +71,14 @@ class Study:
     """One model, one run folder, one target.
 
     Each method does the same as the command of that name. It takes the command's flags as keywords, with underscores
-    (see `kl-lens measure --help-all`), stores its results in the run folder, and prints nothing. The folder and the
-    target are filled in from the study.
+    (`help(Study.measure)`, or `kl-lens measure --help-all`), and stores its results in the run folder. The folder and
+    the target are filled in from the study.
 
     Args:
         model: a folder, a hub id, `reference:mamba`, or a model from `kl_lens.load`.
         target: the runtime to measure, plan and export for, such as `gguf` or `openvino`.
         folder: the run folder (default: runs/<model>). Work that is already done there is not repeated.
-        events: receives notes, warnings and progress.
+        events: receives notes, warnings and progress (default: a bar for long work, and warnings by `logging`).
         loading: how the model is opened: `device`, `dtype`, `tokenizer`, `trust_remote_code`, …
 
     Example:
@@ -92,11 +106,31 @@ class Study:
         if target is not None:
             describe_target(target)
         opened = None if isinstance(model, str | Path) else model
-        self.session = Session(events, opened)  # what the commands share
+        quiet_libraries()
+        self.session = Session(events or Bars(), opened)  # what the commands share
         if unknown := sorted(set(loading) - set(OPENING_NAMES)):
             raise KLLensError(
                 f"Study has no setting {unknown[0]!r}; it has model, target, folder, events, {', '.join(OPENING_NAMES)}"
             )
+
+    def __repr__(self) -> str:
+        name = self._model if isinstance(self._model, str | Path) else self._model.name
+        return (
+            f"Study({str(name)!r}, target={self.target!r}, folder={str(self._folder)!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        """The plans and files of the run, in a notebook."""
+        from kl_lens.reporting.data import read_plans
+        from kl_lens.run.folder import Run
+        from kl_lens.run.records import Rows
+
+        title = html.escape(repr(self))
+        if self._folder is None or not self.folder.is_dir():
+            return title
+        with Run.open(self.folder) as run:
+            plans = read_plans(self.folder / "plans", run.components)
+        return f"{title}{Rows(plans)._repr_html_()}"
 
     @property
     def model(self) -> LoadedModel:
@@ -153,63 +187,79 @@ class Study:
 
     # -- the verbs --------------------------------------------------------------------------------------------
 
-    def run(self, **flags: Any) -> RunResult:
+    @_verb("run")
+    def run(self, **flags: Unpack[typed.Run]) -> RunResult:
         """All stages in order, for the study's target or, without one, for all targets."""
         return self._done("run", **flags)
 
-    def inspect(self, **flags: Any) -> LoadedModel:
+    @_verb("inspect")
+    def inspect(self, **flags: Unpack[typed.Inspect]) -> LoadedModel:
         """The model, with its blocks and components (`anatomy`)."""
         return self._done("inspect", **flags).model
 
-    def calibrate(self, **flags: Any) -> StoredStatistics:
+    @_verb("calibrate")
+    def calibrate(self, **flags: Unpack[typed.Calibrate]) -> StoredStatistics:
         """Gathers statistics of every component's inputs on a text. Recipes such as `q4_k+gptq` need them."""
         return self._done("calibrate", **flags).statistics
 
-    def measure(self, **flags: Any) -> SensitivityTable:
+    @_verb("measure")
+    def measure(self, **flags: Unpack[typed.Measure]) -> SensitivityTable:
         """How much each component suffers from each format of the target. An interrupted sweep is resumed."""
         _complete(self._done("measure", **flags))
         return self.table
 
-    def rank(self, **flags: Any) -> Ranking:
+    @_verb("paper")
+    def rank(self, **flags: Unpack[typed.Rank]) -> Ranking:
         """Which metric predicts the damage on held-out text."""
         return self._done("paper", **flags).ranking
 
-    def plan(self, **flags: Any) -> Plan:
+    @_verb("plan", "frontier")
+    def plan(self, **flags: Unpack[typed.Plan]) -> Plan:
         """The best plan within `max_bytes="4.5MB"`, `max_loss=0.01`, `max_drop="3%"`, …; the last of several."""
-        if flags.get("frontier"):
-            raise KLLensError("plan(frontier=True): call Study.frontier() instead")
         return self._done("plan", **flags).plans[-1]
 
-    def frontier(self, **flags: Any) -> PlottedFrontier:
+    @_verb("plan", "frontier")
+    def frontier(self, **flags: Unpack[typed.Frontier]) -> PlottedFrontier:
         """The Pareto frontier of bytes and KL; `frontier.plot()` draws it."""
         from kl_lens.reporting.notebook import PlottedFrontier
 
         return PlottedFrontier(self._done("plan", frontier=True, **flags).frontier)
 
-    def export(self, plan: Plan | str | None = None, **flags: Any) -> Path:
+    @_verb("export")
+    def export(
+        self, plan: Plan | str | None = None, **flags: Unpack[typed.Export]
+    ) -> Path:
         """Writes a plan, or with `format="q8_0"` the whole model, as files of the target. Returns their folder.
 
         A plan that was changed in Python is written to the run folder first.
         """
-        if plan is not None:
-            flags["plan"] = plan if isinstance(plan, str) else self._kept(plan)
-        return self._done("export", **flags).files[-1].folder
+        name = plan if plan is None or isinstance(plan, str) else self._kept(plan)
+        return self._done("export", plan=name, **flags).files[-1].folder
 
-    def evaluate(self, *files: Path | str, **flags: Any) -> list[Score]:
+    @_verb("evaluate")
+    def evaluate(
+        self, *files: Path | str, **flags: Unpack[typed.Evaluate]
+    ) -> Rows[Score]:
         """Perplexity and KL from the original for these files, or for all files of the run; `tasks=` adds tasks."""
-        return _complete(self._done("evaluate", artifact=files, **flags)).scores
+        return _rows(_complete(self._done("evaluate", artifact=files, **flags)).scores)
 
-    def compare(self, *files: Path | str, **flags: Any) -> list[Entrant]:
+    @_verb("compare")
+    def compare(
+        self, *files: Path | str, **flags: Unpack[typed.Compare]
+    ) -> Rows[Entrant]:
         """These files of the study's model side by side, whoever made them, small ones first."""
-        return _complete(self._done("compare", files=files, **flags)).duel
+        return _rows(_complete(self._done("compare", files=files, **flags)).duel)
 
-    def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
+    @_verb("benchmark")
+    def benchmark(
+        self, *files: Path | str, **flags: Unpack[typed.Benchmark]
+    ) -> Rows[Profile]:
         """Speed and memory of these files, or of all files of the run."""
-        return _complete(
-            self._done("benchmark", artifacts=files, **flags)
-        ).report.profiles
+        result = _complete(self._done("benchmark", artifacts=files, **flags))
+        return _rows(result.report.profiles)
 
-    def autopsy(self, file: Path | str, **flags: Any) -> Autopsy:
+    @_verb("autopsy")
+    def autopsy(self, file: Path | str, **flags: Unpack[typed.Autopsy]) -> Autopsy:
         """What is wrong with a file of this model, whoever made it."""
         has_run = (
             self._folder is not None and self.folder.is_dir()
@@ -218,17 +268,22 @@ class Study:
             "autopsy", file=file, run=self._folder if has_run else None, **flags
         ).autopsy
 
-    def generate(self, file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
+    @_verb("generate")
+    def generate(
+        self, file: Path | str, prompt: str, **flags: Unpack[typed.Generate]
+    ) -> GenerateResult:
         """Text from an exported model."""
         return self._done("generate", artifact=file, prompt=prompt, **flags)
 
-    def report(self, **flags: Any) -> Path:
+    @_verb("report")
+    def report(self, **flags: Unpack[typed.Report]) -> Path:
         """Writes the run as one HTML file and returns its path; a notebook shows the page."""
         from kl_lens.reporting.notebook import ReportFile
 
         return ReportFile(self._done("report", **flags))
 
-    def publish(self, to: str, **flags: Any) -> Path:
+    @_verb("publish")
+    def publish(self, to: str, **flags: Unpack[typed.Publish]) -> Path:
         """Writes the target's file with its model card to a folder, and uploads it unless `dry_run`."""
         return self._done("publish", to=to, **flags).folder
 
@@ -248,24 +303,38 @@ class Study:
 # -- files without a run folder --------------------------------------------------------------------------
 
 
-def evaluate(*files: Path | str, **flags: Any) -> list[Score]:
+@_verb("evaluate")
+def evaluate(*files: Path | str, **flags: Unpack[typed.EvaluateAlone]) -> Rows[Score]:
     """Scores of exported folders or `.gguf` files; with `model=…` also their KL from the original."""
-    return _alone("evaluate", artifact=files, **flags).scores
+    return _rows(_alone("evaluate", artifact=files, **flags).scores)
 
 
-def compare(*files: Path | str, model: str, **flags: Any) -> list[Entrant]:
+@_verb("compare")
+def compare(
+    *files: Path | str, model: str, **flags: Unpack[typed.CompareAlone]
+) -> Rows[Entrant]:
     """Files of one model side by side, whoever made them, small ones first."""
-    return _alone("compare", files=files, model=model, **flags).duel
+    return _rows(_alone("compare", files=files, model=model, **flags).duel)
 
 
-def benchmark(*files: Path | str, **flags: Any) -> list[Profile]:
+@_verb("benchmark")
+def benchmark(*files: Path | str, **flags: Unpack[typed.BenchmarkAlone]) -> Rows[Profile]:
     """Speed and memory of exported folders or `.gguf` files."""
-    return _alone("benchmark", artifacts=files, **flags).report.profiles
+    return _rows(_alone("benchmark", artifacts=files, **flags).report.profiles)
 
 
-def generate(file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
+@_verb("generate")
+def generate(
+    file: Path | str, prompt: str, **flags: Unpack[typed.GenerateAlone]
+) -> GenerateResult:
     """Text from an exported folder or a `.gguf` file; with `chat=True` an answer by its chat template."""
     return _alone("generate", artifact=file, prompt=prompt, **flags)
+
+
+def _rows(records: list[T]) -> Rows[T]:
+    from kl_lens.run.records import Rows
+
+    return Rows(records)
 
 
 def _alone(verb: str, **given: Any) -> Any:
