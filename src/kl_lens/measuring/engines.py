@@ -366,9 +366,14 @@ class FastEngine(Engine):
                 (student,) = students
                 own_head = student if student.has_own_head else None
                 return self._compare(batch, [self._states(batch, student)], own_head)
-            outputs = [self._first_block(batch, student) for student in students]
-            start = students[0].start + 1
-            hidden = self.chain.run(States.stacked(outputs), batch.calls, start)
+            start = students[0].start  # the block that all of them change
+            outputs = []
+            for student in students:
+                with self.perturbed(student.perturbation, student.weights):
+                    entering = batch.inputs[start]
+                    left = self.chain.run(entering, batch.calls, start, start + 1)
+                    outputs.append(left)
+            hidden = self.chain.run(States.stacked(outputs), batch.calls, start + 1)
             states = self.chain.finish(hidden, batch.calls)
             return self._compare(batch, list(states.chunk(len(students))))
 
@@ -385,12 +390,6 @@ class FastEngine(Engine):
             else:
                 hidden = self.chain.run(batch.inputs[start], calls, start)
             return self.chain.finish(hidden, calls)
-
-    def _first_block(self, batch: Batch, student: Student) -> States:
-        """Output of the first perturbed block."""
-        start = student.start
-        with self.perturbed(student.perturbation, student.weights):
-            return self.chain.run(batch.inputs[start], batch.calls, start, start + 1)
 
     def _compare(
         self,

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -117,14 +117,13 @@ class _Tunable:
 
     def _stored_scales(self) -> tuple[list[Tensor], list[Tensor]]:
         """As the file has them, with gradients as if they were not rounded."""
-        whole = [
-            _rounded(s * f, Tensor.half)
-            for s, f in zip(self._scales, self._whole_factors, strict=True)
-        ]
-        small = [
-            _rounded(s.values * f, partial(_on_grid, lowest=s.lowest, highest=s.highest))
-            for s, f in zip(self._small, self._small_factors, strict=True)
-        ]
+        moved = [s * f for s, f in zip(self._scales, self._whole_factors, strict=True)]
+        whole = [_rounded(exact, exact.half()) for exact in moved]
+        small = []
+        for part, factor in zip(self._small, self._small_factors, strict=True):
+            exact = part.values * factor
+            on_grid = exact.round().clamp(part.lowest, part.highest)
+            small.append(_rounded(exact, on_grid))
         return whole, small
 
     def values(self) -> Tensor:
@@ -146,13 +145,9 @@ class _Tunable:
         return with_small_scales(self._format, tuned, small) if small else tuned
 
 
-def _rounded(exact: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+def _rounded(exact: Tensor, rounded: Tensor) -> Tensor:
     """Rounded, with the gradient of what is not (straight-through)."""
-    return exact + (rounding(exact).float() - exact).detach()
-
-
-def _on_grid(exact: Tensor, lowest: int, highest: int) -> Tensor:
-    return exact.round().clamp(lowest, highest)
+    return exact + (rounded.float() - exact).detach()
 
 
 class _Student(torch.nn.Module):

@@ -206,7 +206,13 @@ class _Describer:
             return "router", "moe", REASONS["router"]
         if isinstance(module, nn.Linear):
             return kind, family, None
-        reason = _why_not(module, parameter, along_last)
+        reason = None
+        if max(parameter.shape, default=0) == parameter.numel():
+            reason = REASONS["vector"]
+        elif isinstance(module, nn.Embedding):
+            reason = _sized("table", parameter)
+        elif not along_last:
+            reason = _sized("unseen" if along_last is None else "input_major", parameter)
         return kind.removesuffix("_weight"), family, reason
 
     def _family(self, owner: str, kind: str) -> str:
@@ -228,19 +234,6 @@ class _Describer:
                 break
             path = path.rpartition(".")[0]
         return "norm" if "norm" in kind.lower() else "other"
-
-
-def _why_not(
-    module: nn.Module, parameter: nn.Parameter, along_last: bool | None
-) -> str | None:
-    """Why a parameter outside a `Linear` is not quantizable, or None."""
-    if max(parameter.shape, default=0) == parameter.numel():
-        return REASONS["vector"]
-    if isinstance(module, nn.Embedding):
-        return _sized("table", parameter)
-    if along_last is None:
-        return _sized("unseen", parameter)
-    return None if along_last else _sized("input_major", parameter)
 
 
 def _sized(reason: str, parameter: nn.Parameter) -> str:
