@@ -28,12 +28,17 @@ def _candidates(model, formats=("int4", "int8"), pattern=r"layers\.[13]\."):
     )[0]
 
 
+def _swept(model, run, windows=6, formats=("int4", "int8"), **options):
+    candidates = _candidates(model, formats)
+    return Sweep(model, run, **options).measure(candidates, some_windows(windows, 20))
+
+
 def test_every_candidate_is_measured_once(mamba, tmp_path) -> None:
     with Run.create(tmp_path) as run:
-        first = Sweep(mamba, run).measure(_candidates(mamba), some_windows(6, 20))
+        first = _swept(mamba, run)
         assert (first.measured, first.reused) == (16 * 6, 0)
         table = _table(run)
-        again = Sweep(mamba, run).measure(_candidates(mamba), some_windows(6, 20))
+        again = _swept(mamba, run)
         assert (again.measured, again.reused) == (0, 16 * 6)
         assert _table(run) == table
         noise = run.load("noise", CALIBRATION)["kl_teacher_to_student"]
@@ -45,9 +50,8 @@ def test_every_candidate_is_measured_once(mamba, tmp_path) -> None:
 
 
 def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) -> None:
-    windows = some_windows(6, 20)
     with Run.create(tmp_path / "whole") as run:
-        Sweep(mamba, run).measure(_candidates(mamba), windows)
+        _swept(mamba, run)
         whole = _table(run)
     count = 0
 
@@ -59,12 +63,10 @@ def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) 
 
     with Run.create(tmp_path / "parts") as run:
         with pytest.raises(KeyboardInterrupt):
-            Sweep(mamba, run, progress=Progress(advanced=stop_after_five)).measure(
-                _candidates(mamba), windows
-            )
+            _swept(mamba, run, progress=Progress(advanced=stop_after_five))
         assert len(_table(run)) == 5
     with Run.create(tmp_path / "parts") as run:
-        result = Sweep(mamba, run).measure(_candidates(mamba), windows)
+        result = _swept(mamba, run)
         assert result.measured == 11 * 6
         assert _table(run) == whole, "to the last bit"
 
@@ -81,7 +83,7 @@ def test_nan_logits_are_refused_and_never_stored(
         with pytest.raises(
             RunError, match="the original model: the logits on window 0 are NaN"
         ):
-            Sweep(model, run, engine).measure(_candidates(model), some_windows(2, 20))
+            _swept(model, run, 2, engine=engine)
         assert _table(run) == {}
         weight.data[3] = 1.0
     with Run.create(tmp_path / "candidate") as run:
@@ -95,27 +97,23 @@ def test_nan_logits_are_refused_and_never_stored(
         with pytest.raises(
             RunError, match=r"layers\.1\.mixer\.\w+ int4: the logits on window 0 are NaN"
         ):
-            Sweep(model, run, engine).measure(_candidates(model), some_windows(2, 20))
+            _swept(model, run, 2, engine=engine)
         assert _table(run) == {}
 
 
 def test_more_windows_and_more_formats_add_to_the_run(mamba, tmp_path) -> None:
     with Run.create(tmp_path) as run:
-        Sweep(mamba, run).measure(_candidates(mamba, ["int4"]), some_windows(4, 20))
-        more = Sweep(mamba, run).measure(
-            _candidates(mamba, ["int4"]), some_windows(10, 20)
-        )
+        _swept(mamba, run, 4, ["int4"])
+        more = _swept(mamba, run, 10, ["int4"])
         assert (more.measured, more.reused) == (8 * 6, 8 * 4)
         shares: list[float] = []
         progress = Progress(started=lambda total, done: shares.append(done / total))
-        extended = Sweep(mamba, run, progress=progress).measure(
-            _candidates(mamba), some_windows(10, 20)
-        )
+        extended = _swept(mamba, run, 10, progress=progress)
         assert shares == [pytest.approx(0.5)], "it starts where the earlier sweep stopped"
         assert (extended.measured, extended.reused) == (8 * 10, 8 * 10)
         grown = _table(run)
     with Run.create(tmp_path / "at once") as run:
-        Sweep(mamba, run).measure(_candidates(mamba), some_windows(10, 20))
+        _swept(mamba, run, 10)
         at_once = _table(run)
     for key, metrics in at_once.items():
         for name, estimate in metrics.items():

@@ -62,7 +62,6 @@ _STEPS = np.arange(8, dtype=np.uint8).repeat(4).reshape(8, 4) * 30  # rows 0, 30
 @pytest.mark.parametrize(
     ("about", "config", "rows"),
     [
-        ({"size": {"height": 8, "width": 4}}, {}, range(8)),
         ({"size": 4, "resample": 0}, {}, (1, 3, 5, 7)),
         (
             {"size": {"shortest_edge": 4}, "do_center_crop": True, "crop_size": 4},

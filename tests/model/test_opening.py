@@ -36,6 +36,10 @@ def test_every_family_opens_from_a_folder(family: str, saved) -> None:
     )
 
 
+def _save(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def _shards(suffix: str, save: Callable[..., object]) -> Callable[[Path], None]:
     """The weights in two files, and an index that lists them in another order than they are stored in."""
 
@@ -114,7 +118,7 @@ def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(
     embedding.copy_(embedding.to(dtype))[0, 0] = 0
     weights["lm_head.weight"] = embedding.to(dtype, copy=True)
     weights["lm_head.weight"][0, 0] = -0.0
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _save(weights, folder)
     model = load(folder)
     on_disk = load(folder, weights="disk")
     assert model.anatomy.head == model.anatomy.embedding == "backbone.embeddings"
@@ -123,7 +127,7 @@ def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(
     assert on_disk.fingerprint == model.fingerprint
 
     weights["lm_head.weight"][-1, -1] += 1
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _save(weights, folder)
     for weights in ("memory", "disk"):
         assert load(folder, weights=weights).anatomy.head == "lm_head", (
             "nearly the same is not the same"
@@ -281,7 +285,7 @@ def _holding(name: str, value: torch.Tensor | float | None) -> Callable[[Path], 
             del weights[name]
         else:
             weights[name] = value
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        _save(weights, folder)
 
     return change
 
