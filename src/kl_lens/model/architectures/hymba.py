@@ -214,23 +214,13 @@ class HymbaBlock(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
-class HymbaFeedForward(nn.Module):
-    """A mixture of one expert, as published: `moe.experts.0`."""
-
-    def __init__(self, config: HymbaConfig) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([LlamaMLP(config)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts[0](x)
-
-
 class HymbaDecoderLayer(nn.Module):
     def __init__(self, config: HymbaConfig, layer_idx: int) -> None:
         super().__init__()
         self.mamba = HymbaBlock(config, layer_idx)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.moe = HymbaFeedForward(config)
+        # A mixture of one expert, as published: `moe.experts.0`.
+        self.moe = nn.ModuleDict({"experts": nn.ModuleList([LlamaMLP(config)])})
         self.pre_moe_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
@@ -239,7 +229,8 @@ class HymbaDecoderLayer(nn.Module):
         """Returns hidden states, and the keys and values it attended to."""
         mixed, shared = self.mamba(self.input_layernorm(hidden_states), **arguments)
         hidden_states = hidden_states + mixed
-        return hidden_states + self.moe(self.pre_moe_layernorm(hidden_states)), shared
+        expert = self.moe["experts"][0]  # type: ignore[index]
+        return hidden_states + expert(self.pre_moe_layernorm(hidden_states)), shared
 
 
 class HymbaPreTrainedModel(PreTrainedModel):
