@@ -110,12 +110,10 @@ SETTINGS = UseSettings(prompt_lengths=(4,), new_tokens=2, repeats=2)
 
 
 def timed(
-    subjects: Sequence[Timed], stored: list[Profile], **settings: Any
+    subjects: Sequence[Timed], **settings: Any
 ) -> tuple[dict[str, Profile], Report]:
-    """The profiles by label; `stored` gets what was stored after each round."""
-    timing = benchmark.InUse(replace(SETTINGS, **settings))
-    timing.store = lambda profile, partial: stored.append(profile)  # type: ignore[method-assign]
-    report = timing.time(subjects, Report(1e9))
+    """The profiles by label."""
+    report = benchmark.InUse(replace(SETTINGS, **settings)).time(subjects, Report(1e9))
     return {profile.subject.label: profile for profile in report.profiles}, report
 
 
@@ -127,7 +125,7 @@ def test_artifacts_take_turns_of_a_prompt_or_a_few_tokens(
     monkeypatch.setattr(
         Ticking, "step", lambda self, token: log.append(self.name) or step(self, token)
     )
-    profiles, _ = timed(subjects, [], new_tokens=10)
+    profiles, _ = timed(subjects, new_tokens=10)
     orders = set()
     last = 0
     for tokens in (
@@ -176,7 +174,7 @@ def test_rounds_end_when_every_interval_is_narrow(
         (1.5, 2),
         (9.0, 2),
     ):  # one round is never enough
-        profile = timed(three[0], [], repeats=6, new_tokens=20, narrow=narrow)[0]["b"]
+        profile = timed(three[0], repeats=6, new_tokens=20, narrow=narrow)[0]["b"]
         assert profile.settings["repeats"] == rounds
 
 
@@ -185,7 +183,7 @@ def test_without_room_for_all_they_run_one_after_the_other(
 ) -> None:
     subjects, log, _ = three
     monkeypatch.setattr(benchmark, "MEMORY_PER_FILE_BYTE", 1e15)
-    profiles, _ = timed(subjects, [])
+    profiles, _ = timed(subjects)
     assert log == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
     assert (
         profiles["a"]
@@ -198,20 +196,12 @@ def test_without_room_for_all_they_run_one_after_the_other(
 def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None:
     subjects, log, breaks = three
     breaks["b"] = 2  # warm-up and first round, then no more
-    stored: list[Profile] = []
-    _, report = timed(subjects, stored)
+    profiles, report = timed(subjects)
     assert sorted(log) == ["a"] * 3 + ["b"] * 2 + ["c"] * 3
     assert list(report.failures) == ["b"]
     assert "the file is gone (while round 2 of 2)" in report.failures["b"]
-    assert [(p.subject.label, p.settings["repeats"]) for p in stored] == [
-        ("a", 1),
-        ("b", 1),
-        ("c", 1),
-        ("a", 2),
-        ("c", 2),
-    ]
+    assert {n: p.settings["repeats"] for n, p in profiles.items()} == {"a": 2, "c": 2}
     breaks.clear()
-    settings = timed(subjects[1:], [])[0][
-        "c"
-    ].settings  # without FP16, ratios are to the first, and say so
+    # Without FP16, ratios are to the first, and say so.
+    settings = timed(subjects[1:])[0]["c"].settings
     assert (settings["ratios_to"], settings["ratios_to_fp16"]) == ("b", False)

@@ -203,8 +203,7 @@ class InUse:
         return self.time(*opened(paths, self._run, self._settings.runtime))
 
     def time(self, subjects: Sequence[Timed], report: Report) -> Report:
-        """Profiles are stored after every round, so that a stop loses one round. A subject that fails is left out from
-        then on; what was stored before stays."""
+        """Times those that can generate text. A subject that fails is left out from then on."""
         report.notes += [
             f"{subject.name} cannot generate text (static shape); time it with OpenVINO's benchmark_app"
             for subject in subjects
@@ -214,7 +213,6 @@ class InUse:
         self._alive = [subject for subject in subjects if subject.generates]
         self._progress.started(len(self._alive) * (2 + self._settings.repeats + 1), 0)
         self._records: dict[str, _Record] = {}
-        self._profiles: dict[str, Profile] = {}
         need = int(sum(s.file_bytes for s in self._alive) * MEMORY_PER_FILE_BYTE)
         free = psutil.virtual_memory().available
         fits = need < FREE_SHARE * free
@@ -241,21 +239,15 @@ class InUse:
         self._meter = LoadMeter()
         for group in groups:
             self._play(group)
-        report.profiles += self._profiles.values()
         return report
 
-    def store(self, profile: Profile, partial: bool) -> None:
-        if self._run is None:
-            return
-        quick = "|quick" if self._settings.quick else ""
-        name = f"{profile.protocol}|{profile.device}{quick}"
-        # Stored under another name until the last round, so that it does not replace a finished one.
-        unfinished = f"{name}|partial"
-        if not partial:
-            self._run.forget_result("profile", profile.subject, unfinished)
-        value = profile.to_json() | {"provenance": provenance()}
-        name = unfinished if partial else name
-        self._run.store_result("profile", profile.subject, name, value)
+    def _finished(self, profile: Profile) -> None:
+        self._report.profiles.append(profile)
+        if self._run is not None:
+            quick = "|quick" if self._settings.quick else ""
+            name = f"{profile.protocol}|{profile.device}{quick}"
+            value = profile.to_json() | {"provenance": provenance()}
+            self._run.store_result("profile", profile.subject, name, value)
 
     @contextmanager
     def _leaving_out(self, subject: Timed, during: str) -> Iterator[None]:
@@ -281,8 +273,11 @@ class InUse:
                         sessions[subject.name] = stack.enter_context(closing(session))
                 self._progress.advanced(1, f"{subject.name}, {during}")
             for number in range(self._settings.repeats + 1):
-                if self._is_last(number, self._round(number, group, sessions)):
+                profiles = self._round(number, group, sessions)
+                if number >= FEWEST_ROUNDS and self._is_narrow(profiles):
                     break
+            for profile in profiles:
+                self._finished(profile)
 
     def _loaded(self, subject: Timed) -> Session:
         """The last of several timed loads."""
@@ -317,18 +312,7 @@ class InUse:
             if number and subject in self._alive:
                 self._records[subject.name].rounds.append(players[subject.name])
             self._progress.advanced(1, f"{subject.name}, {during}")
-        if not number:
-            return []
-        profiles = [self._profile(s) for s in group if s in self._alive]
-        for profile in profiles:
-            self._profiles[profile.subject.label] = profile
-            self.store(profile, not self._is_last(number, profiles))
-        return profiles
-
-    def _is_last(self, number: int, profiles: Sequence[Profile]) -> bool:
-        if number == self._settings.repeats:
-            return True
-        return number >= FEWEST_ROUNDS and self._is_narrow(profiles)
+        return [self._profile(s) for s in group if number and s in self._alive]
 
     def _is_narrow(self, profiles: Sequence[Profile]) -> bool:
         """Whether further rounds would say nothing new about the speeds."""

@@ -545,13 +545,6 @@ class Run:
             for what, plan, target, settings, digest, name, value in rows
         ]
 
-    def forget_result(self, kind: str, subject: Subject, name: str) -> None:
-        condition = "what = ? AND plan = ? AND target = ? AND settings = ? AND digest = ?"
-        row = (kind, *_columns(subject), name)
-        self.journal.write(
-            f"DELETE FROM results WHERE kind = ? AND {condition} AND name = ?", [row]
-        )
-
     def forget_results(self, kind: str) -> None:
         self.journal.write("DELETE FROM results WHERE kind = ?", [(kind,)])
 

@@ -159,12 +159,12 @@ def stored_record(
 
 
 def current_profiles(run: Run) -> tuple[Profile, ...]:
-    """One for each subject and device: a whole one before one in progress, before a quick one."""
-    best: dict[tuple[Subject, str], tuple[int, Profile]] = {}
+    """One for each subject and device: a whole one before a quick one."""
+    best: dict[tuple[Subject, str], tuple[bool, Profile]] = {}
     for _, name, value in current_results(run, "profile"):
         profile = stored_record(run, "profile", name, value, Profile)
         key = (profile.subject, profile.device)
-        rank = 2 * bool(profile.settings.get("quick")) + name.endswith("|partial")
+        rank = bool(profile.settings.get("quick"))
         # Earlier versions stored timings of another program, too.
         if profile.protocol == "use" and (key not in best or rank <= best[key][0]):
             best[key] = (rank, profile)
