@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from kl_lens.profiling import benchmark
 from kl_lens.profiling.benchmark import Report, Timed, UseSettings
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.run.records import ARTIFACT, Profile, Quartiles, Subject
-from kl_lens.targets import describe_target
 from kl_lens.targets.abilities import Contents
 
 
@@ -83,15 +83,11 @@ def three(
     log: list[str] = []
     breaks: dict[str, int | None] = {}
 
-    target = describe_target("gguf")
-    methods = {
-        "open": lambda self, path, settings: Ticking(
-            log, path.name, breaks.get(path.name)
-        ),
-        "contents": lambda self, path: Contents(1000, 0, 0),
-    }
-    for method, replacement in methods.items():
-        monkeypatch.setattr(type(target), method, replacement)
+    target: Any = SimpleNamespace(
+        name="gguf",
+        open=lambda path, _: Ticking(log, path.name, breaks.get(path.name)),
+        contents=lambda _: Contents(1000, 0, 0),
+    )
     monkeypatch.setattr(benchmark, "fresh_process", lambda *_: MemoryUse(100, 250))
     subjects = [
         Timed(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -123,6 +122,8 @@ def test_stock_recipes_are_llm_compressors() -> None:
 
 
 def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
+    from compressed_tensors.utils.match import match_name
+
     model = plain(load("reference:hybrid"))
     plan = {
         c.name: "int4-g32" if "mamba" in c.name else "int8"
@@ -152,12 +153,7 @@ def test_one_group_per_scheme_under_both_readers_names(tmp_path: Path) -> None:
     assert (eight["weights"]["num_bits"], eight["weights"]["strategy"]) == (8, "channel")
 
     def hit(name: str, targets: list[str]) -> int:
-        return sum(
-            bool(re.match(t.removeprefix("re:"), name))
-            if t.startswith("re:")
-            else t == name
-            for t in targets
-        )
+        return sum(match_name(name, target) for target in targets)
 
     for name in ("model.layers.1.mamba.in_proj", "model.7.mixer.in_proj"):  # six layers
         assert (hit(name, four["targets"]), hit(name, eight["targets"])) == (1, 0)

@@ -26,6 +26,7 @@ from kl_lens.targets import (
 from kl_lens.targets.registry import target_of
 from kl_lens.weights.recipes import FP16, Recipe
 from tests.families import (
+    CONFIGS,
     fed,
     in_turn,
     plain,
@@ -247,34 +248,20 @@ def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
     mlx-lm forgets those of keys and values; our files have them.
     """
     torch.manual_seed(0)
-    config = transformers.FalconH1Config(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        mamba_d_ssm=128,
-        mamba_n_heads=8,
-        mamba_d_head=16,
-        mamba_d_state=16,
-        mamba_n_groups=1,
-        mamba_chunk_size=16,
-        mamba_rms_norm=False,
-        tie_word_embeddings=False,
-        ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 1.2],
-        ssm_in_multiplier=1.3,
-        ssm_out_multiplier=0.6,
-        mlp_multipliers=[0.7, 1.4],
-        embedding_multiplier=2.0,
-        lm_head_multiplier=0.5,
-        key_multiplier=0.4,
-        attention_in_multiplier=0.8,
-        pad_token_id=0,
-    )
-    net = (
-        transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    )
+    unusual = {
+        "num_hidden_layers": 2,
+        "mamba_n_groups": 1,
+        "mamba_rms_norm": False,
+        "tie_word_embeddings": False,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.6,
+        "mlp_multipliers": [0.7, 1.4],
+        "key_multiplier": 0.4,
+        "attention_in_multiplier": 0.8,
+    }
+    config = transformers.FalconH1Config(**CONFIGS["falcon_h1"]().to_dict() | unusual)
+    net = transformers.AutoModelForCausalLM.from_config(config).eval()
+    net.requires_grad_(False)
     model = plain(LoadedModel("falcon_h1", Path(), net, None))
     plan = Plan("p", {c.name: "affine8-g32" for c in model.anatomy.candidates}, "test")
     artifact = export(model, plan, "mlx", tmp_path)
