@@ -48,7 +48,6 @@ def test_a_file_of_tensors_is_aligned_and_its_size_known(tmp_path: Path) -> None
     assert (stored["norm"] == values.numpy()).all()
     assert stored["half"].dtype == np.float16
     assert [r.realised for r in records] == ["int8", "fp32", "fp16"]  # wide types first
-    assert records[0].digest == bytes_digest(numbers)
     header = int.from_bytes(path.read_bytes()[:8], "little")
     assert header % 8 == 0
     with pytest.raises(TargetError, match="norm: has values that F16 cannot hold"):

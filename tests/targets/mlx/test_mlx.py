@@ -314,17 +314,8 @@ def test_what_it_does_not_hold_is_said(hybrid: LoadedModel, tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("mlx") / "run"
-    whole = [
-        "export",
-        "reference:hybrid",
-        "--run",
-        str(run),
-        "--target",
-        "mlx",
-        "--format",
-        "affine4-g64",
-    ]
-    assert main(whole) == 0
+    words = "export reference:hybrid --target mlx --format affine4-g64"
+    assert main([*words.split(), "--run", str(run)]) == 0
     return run / "artifacts/mlx/uniform_affine4-g64"
 
 
@@ -333,19 +324,8 @@ def test_a_folder_is_judged_beside_pytorch_and_generates(
 ) -> None:
     assert {t.realised for t in read_artifact(exported).tensors} >= {"affine4-g64"}
     assert json.loads((exported / "config.json").read_text())["quantization"]["bits"] == 4
-    assert (
-        main(
-            [
-                "generate",
-                str(exported),
-                "--prompt",
-                "The history",
-                "--max-new-tokens",
-                "3",
-            ]
-        )
-        == 0
-    )
+    words = "--prompt history --max-new-tokens 3"
+    assert main(["generate", str(exported), *words.split()]) == 0
     judge = "--model reference:hybrid --perplexity wikitext2:test --divergence --window 64 --limit 1"
     assert main(["evaluate", str(exported), *judge.split()]) == 0
     assert "mlx" in capsys.readouterr().out.lower()
