@@ -3,7 +3,7 @@
 import pytest
 
 from kl_lens.measuring.perturbation import Candidate, key_of
-from kl_lens.measuring.screening import ALIKE, Screen, is_worth_it
+from kl_lens.measuring.screening import ALIKE, Screen, deciding, is_worth_it
 from kl_lens.run.records import Component
 from kl_lens.weights.recipes import Recipe
 
@@ -145,4 +145,17 @@ def test_a_menu_is_predicted_if_it_is_large_and_has_methods_or_a_limit() -> None
     assert is_worth_it(menu, with_a_limit=True)
     assert not is_worth_it(menu, with_a_limit=False)
     assert is_worth_it([*menu, other_method], with_a_limit=False)
-    assert not is_worth_it([*menu[:2], other_method], with_a_limit=True)
+    three = [*menu[:2], other_method]
+    assert not is_worth_it(three, with_a_limit=True)
+    assert is_worth_it(three, with_a_limit=True, gradients=True)
+    assert not is_worth_it(menu[:2], with_a_limit=True, gradients=True)
+
+
+def test_a_plans_largest_damages_decide_until_three_percent_are_left() -> None:
+    menu = [Recipe("q4_k"), Recipe("q5_k"), Recipe("q6_k"), Recipe("q8_0")]
+    choices = {
+        ("a", recipe): kl
+        for recipe, kl in zip(menu, (0.5, 0.41, 0.07, 0.02), strict=True)
+    }
+    assert deciding(choices) == [("a", menu[2]), ("a", menu[1]), ("a", menu[0])]
+    assert deciding({}) == []

@@ -19,11 +19,13 @@ from functools import cached_property
 from typing import TypeVar
 
 from kl_lens.measuring.perturbation import Candidate, key_of
+from kl_lens.measuring.second_order import Key, gradient_work
 from kl_lens.measuring.sweep import error_work, quantizing_work, work_of
 from kl_lens.model import LoadedModel
-from kl_lens.weights.recipes import Recipe, preferred
+from kl_lens.weights.recipes import preferred
 
 SMALL_MENU = 3  # with so few recipes, everything is measured
+SMALL_WITH_GRADIENTS = 2
 ROWS = 16  # of each matrix that show a recipe's error
 TOLERANCE = 0.15  # of predictions
 ALIKE = (
@@ -31,8 +33,8 @@ ALIKE = (
 )
 PART = 8  # anchors are measured on one of so many parts of the text
 MEASURED = 1.3  # candidates per component, for forecasts; benchmarks/staged.py
+SMALL_PART = 0.03  # of a plan's KL for which predictions are good enough
 
-Key = tuple[str, Recipe]  # component and recipe
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -41,14 +43,28 @@ def few_of(windows: int) -> int:
     return max(1, windows // PART)
 
 
-def is_worth_it(candidates: Sequence[Candidate], *, with_a_limit: bool) -> bool:
+def is_worth_it(
+    candidates: Sequence[Candidate], *, with_a_limit: bool, gradients: bool = False
+) -> bool:
     """Whether a component has a large menu and, without a limit on plans, several methods for one format."""
     names = [candidate.component.name for candidate in candidates]
     formats = {
         (candidate.component.name, candidate.recipe.grid.name) for candidate in candidates
     }
-    large = max(map(names.count, set(names))) > SMALL_MENU
+    small = SMALL_WITH_GRADIENTS if gradients else SMALL_MENU
+    large = max(map(names.count, set(names))) > small
     return large and (with_a_limit or len(formats) < len(candidates))
+
+
+def deciding(choices: Mapping[Key, float]) -> list[Key]:
+    """The choices of a plan with the largest KL; the others add up to a small part of it."""
+    allowed = SMALL_PART * sum(choices.values())
+    kept = []
+    for key, value in sorted(choices.items(), key=lambda item: item[1]):
+        allowed -= value
+        if allowed < 0:
+            kept.append(key)
+    return kept
 
 
 def output_errors(
@@ -111,16 +127,25 @@ class Screen:
             dict.fromkeys((*sampled, *self.first)), key=lambda c: order[c.component.name]
         )
 
-    def expected_work(self, model: LoadedModel, windows: int, length: int) -> float:
+    def gradients_cost_less(self, model: LoadedModel, windows: int) -> bool:
+        """Than measuring `first`."""
+        return gradient_work(model) < self._first_work(model, windows)
+
+    def _first_work(self, model: LoadedModel, windows: int) -> float:
+        return few_of(windows) * sum(work_of(model, anchor) for anchor in self.first)
+
+    def expected_work(
+        self, model: LoadedModel, windows: int, length: int, *, gradients: bool = False
+    ) -> float:
         """Of screening and all rounds of a search, in the units of a sweep's progress."""
         names = {candidate.component.name for candidate in self.candidates}
         work = sum(
             work_of(model, candidate) * windows + quantizing_work(candidate, length)
             for candidate in self.candidates
         )
-        measured = MEASURED + few_of(windows) / windows
-        rounds = measured * len(names) / len(self.candidates) * work
-        return rounds + sum(map(error_work, self.needed))
+        rounds = MEASURED * len(names) / len(self.candidates) * work
+        first = gradient_work(model) if gradients else self._first_work(model, windows)
+        return first + rounds + sum(map(error_work, self.needed))
 
     def completed(self, errors: Mapping[Key, float]) -> dict[Key, float]:
         """The errors of all candidates: of `needed` as given, of others from the anchor's and those of similar ones."""

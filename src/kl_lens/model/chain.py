@@ -378,8 +378,8 @@ class Chain:
     def _replaceable(self) -> list[nn.Module]:
         return replaceable(self.model)
 
-    def _forward(self, ids: Tensor) -> Tensor:
-        with torch.inference_mode(), self._kernels():
+    def _forward(self, ids: Tensor, *, gradients: bool = False) -> Tensor:
+        with torch.inference_mode(not gradients), self._kernels():
             return self.task.forward(self.model, ids.to(self.device))
 
     def full_logits(self, ids: Tensor) -> Tensor:
@@ -424,6 +424,8 @@ class Chain:
         calls: BlockCalls,
         start: int,
         stop: int | None = None,
+        *,
+        gradients: bool = False,
     ) -> States:
         """Runs blocks `start` to `stop` (exclusive) on the states that enter block `start`. `states` may stack k copies
         of the batch along the first axis; the arguments are repeated to fit. A plain tensor will do for the first
@@ -436,7 +438,7 @@ class Chain:
             raise ValueError(
                 f"{len(states.hidden)} sequences are no multiple of {len(calls.hidden)}"
             )
-        with torch.inference_mode(), self._kernels():
+        with torch.inference_mode(not gradients), self._kernels():
             for index in range(start, stop):
                 states = self._run_block(index, states, calls, copies)
         return states
@@ -478,7 +480,13 @@ class Chain:
         batched = self._batched_arguments(calls.ids)[index]
         return pytree.tree_map(repeat, calls.arguments[index], batched)
 
-    def finish(self, states: States | Tensor, calls: BlockCalls) -> Tensor:
+    def finish(
+        self,
+        states: States | Tensor,
+        calls: BlockCalls,
+        *,
+        gradients: bool = False,
+    ) -> Tensor:
         """From the last block's output to the head's input: (batch, time, width)."""
         hidden = states.hidden if isinstance(states, States) else states
         ids = calls.ids.repeat(hidden.shape[0] // calls.hidden.shape[0], 1)
@@ -486,12 +494,12 @@ class Chain:
             self._blocks_bypassed(lambda args, kwargs: hidden),
             _stopping_at(self.head) as inputs,
         ):
-            self._forward(ids)
+            self._forward(ids, gradients=gradients)
         return inputs[0].reshape(*ids.shape, -1)
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, *, gradients: bool = False) -> Tensor:
         """Logits of head inputs, (…, width) → (…, vocabulary)."""
-        with torch.inference_mode():
+        with torch.inference_mode(not gradients):
             if self.head_scale is not None:
                 logits = self.head(states)
                 return logits if self.head_scale == 1.0 else logits.mul_(self.head_scale)
@@ -501,7 +509,7 @@ class Chain:
             entering = rows if self.task.generates else rows.flatten(0, 1)
             replaced = self.head.register_forward_pre_hook(lambda *_: (entering,))
             with replaced, self._blocks_bypassed(hidden_of):
-                logits = self._forward(ids)
+                logits = self._forward(ids, gradients=gradients)
             return logits.reshape(*states.shape[:-1], -1)
 
     def _blocks_bypassed(

@@ -44,6 +44,7 @@ STATES = "states"
 COMPONENTS = "components"
 TUNING = "tuning"  # kind of record: a text that a plan was tuned on
 SCREENED = "screened"  # kind of records: what a staged search measured, for which limit, and what it predicts
+SECOND_ORDER = "second order"  # kind of records: estimates of KL from gradients
 INTERACTION = "interaction"  # kind of record: target → by what predictions are multiplied
 KERNELS = "kernels"  # kind of record: why transformers' own code computed, where our kernels should have
 WEIGHTS = "weights"  # measurements without a target's activations

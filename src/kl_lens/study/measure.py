@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens import planning
-from kl_lens.base.errors import BudgetError, KLLensError, PlanError, UnlearntError
+from kl_lens.base.errors import (
+    BudgetError,
+    KLLensError,
+    PlanError,
+    UnlearntError,
+    one_line,
+)
 from kl_lens.base.system import DEFAULT_MEMORY, available_memory
 from kl_lens.measuring.perturbation import (
     Candidate,
@@ -29,7 +35,14 @@ from kl_lens.measuring.perturbation import (
     states_of,
 )
 from kl_lens.measuring.products import PRECISIONS
-from kl_lens.measuring.screening import Key, Screen, few_of, is_worth_it, output_errors
+from kl_lens.measuring.screening import (
+    Screen,
+    deciding,
+    few_of,
+    is_worth_it,
+    output_errors,
+)
+from kl_lens.measuring.second_order import Key, gradient_work, second_order
 from kl_lens.measuring.statistics import StoredStatistics
 from kl_lens.measuring.sweep import (
     Sweep,
@@ -46,7 +59,15 @@ from kl_lens.measuring.workers import (
 )
 from kl_lens.model import Anatomy, LoadedModel, own_images
 from kl_lens.model.residency import BLOCKS_AT_ONCE
-from kl_lens.run.folder import CALIBRATION, COMPONENTS, SCREENED, STATES, Run, role_as
+from kl_lens.run.folder import (
+    CALIBRATION,
+    COMPONENTS,
+    SCREENED,
+    SECOND_ORDER,
+    STATES,
+    Run,
+    role_as,
+)
 from kl_lens.run.merging import SHARDS
 from kl_lens.run.positions import PositionCurve, longest_window
 from kl_lens.run.readings import KL
@@ -146,6 +167,7 @@ class MeasureSettings(Settings):
     )
     limits: Limits = group(Limits)  # measure only what such a plan can use
     exhaustive: bool = of.wanted(False, "measure every component in every recipe")
+    forward_only: bool = _what(False, of.FORWARD_ONLY)
     memory_budget: of.Size = of.memory()
     precision: str | None = _how(
         None,
@@ -262,6 +284,7 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
             limits=settings.limits,
             held_out=settings.held_out,
             exhaustive=settings.exhaustive,
+            forward_only=settings.forward_only,
             learnt_in=whole,
         )
 
@@ -323,6 +346,7 @@ def measure_recipes(
     limits: Limits | None = None,
     held_out: HeldOut | None = None,
     exhaustive: bool = False,
+    forward_only: bool = False,
     learnt_in: Path | None = None,
 ) -> MeasureResult:
     """Measures a model's components in these recipes, or with limits those that plans within them can use.
@@ -353,6 +377,7 @@ def measure_recipes(
         sweep.bind(every)
         candidates = every
         screen = None
+        estimates = dict[Key, float]()
         losses = dict[Key, float]()
         # Otherwise there are no statistics to predict with, or shards have to agree on what they measure.
         screens = (
@@ -360,10 +385,19 @@ def measure_recipes(
             and not share
             and StoredStatistics.held_by(learnt_in) is not None
         )
-        if screens and is_worth_it(every, with_a_limit=bool(limits.given)):
+        gradients = (
+            bool(limits.given)
+            and not forward_only
+            and Screen(every).gradients_cost_less(model, len(windows))
+        )
+        if screens and is_worth_it(
+            every, with_a_limit=bool(limits.given), gradients=gradients
+        ):
             screen = Screen(every)
             shown = shown.as_one(
-                screen.expected_work(model, len(windows), windows.length)
+                screen.expected_work(
+                    model, len(windows), windows.length, gradients=gradients
+                )
             )
             shown.started(sum(map(error_work, screen.needed)), 0)
             errors = output_errors(
@@ -377,8 +411,10 @@ def measure_recipes(
                 planner = TargetPlanner(
                     session, run, target, held_out, lambda: model, limits
                 )
+                if gradients:
+                    estimates = _estimates(sweep, screen, windows, events)
                 result, candidates, losses = staged_search(
-                    sweep, planner, screen, errors, windows
+                    sweep, planner, screen, errors, windows, estimates
                 )
             else:
                 result = sweep.measure(candidates, windows)
@@ -399,13 +435,15 @@ def measure_recipes(
         about = {
             "measured": len(candidates),
             "of": len(every),
-            "limit": limits.given,
+            # Else plans of this limit consist of measured candidates.
+            "limit": None if estimates else limits.given,
             "chosen": chosen,
         }
         run.store(SCREENED, role, about | {"predicted": predicted})
         events.note(
-            f"measured {len(candidates)} of {len(every)} candidates: by their predicted KL, no good plan "
-            f"{'near this limit ' if limits.given else ''}uses the others; --exhaustive measures all"
+            f"measured {len(candidates)} of {len(every)} candidates: by their predicted KL, good plans "
+            f"{'near this limit ' if limits.given else ''}do without the others, or hardly suffer; --exhaustive "
+            "measures all"
         )
     else:
         run.store(SCREENED, role, None)
@@ -419,6 +457,37 @@ def measure_recipes(
         share,
         target=target,
     )
+
+
+def _estimates(
+    sweep: Sweep, screen: Screen, windows: Windows, events: Events
+) -> dict[Key, float]:
+    """The KL of what `screen` begins with, from gradients; kept in the run. Empty, with a reason, without gradients."""
+    run = sweep.run
+    model = sweep.model
+    work = gradient_work(model)
+    expected = [list(key_of(c)) for c in screen.first if c.component.blocks]
+    stored = run.load(SECOND_ORDER, CALIBRATION) or {}
+    if stored.get("windows") != len(windows) or stored.get("keys") != expected:
+        sweep.progress.message("gradients of the original model")
+        try:
+            values = second_order(model, screen.first, windows.ids, sweep.memory_budget)
+        except (KLLensError, RuntimeError, NotImplementedError) as error:
+            events.note(
+                f"no gradients of this model ({one_line(error)}): one recipe of each component is measured instead"
+            )
+            return {}
+        stored = {
+            "windows": len(windows),
+            "keys": expected,
+            "kl": [values[name, Recipe.parse(recipe)] for name, recipe in expected],
+        }
+        run.store(SECOND_ORDER, CALIBRATION, stored)
+    sweep.progress.started(work, work)
+    return {
+        (name, Recipe.parse(recipe)): kl
+        for (name, recipe), kl in zip(expected, stored["kl"], strict=True)
+    }
 
 
 def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:
@@ -515,20 +584,29 @@ def staged_search(
     screen: Screen,
     errors: Mapping[Key, float],
     windows: Windows,
+    estimates: Mapping[Key, float],
 ) -> tuple[SweepResult, list[Candidate], dict[Key, float]]:
     """Measures what plans within the limits choose; also returns these candidates, and every one's KL. `errors`: of the
-    outputs, for all that `screen` needs."""
+    outputs, for all that `screen` needs. `estimates`: from gradients; with them, of a plan only what decides is
+    measured."""
     few = windows.first(few_of(len(windows)))
     table = sweep.run.table()
     limits = planner.limits
-    results = [sweep.measure(screen.first, few, SCREENING, noise=False)]
-    first = sweep.losses(screen.first, len(few), SCREENING)
+    first = dict(estimates)
+    anchors = [c for c in screen.first if key_of(c) not in first]
+    # Of each kind and recipe one shows what gradients do not see, such as rounded activations.
+    samples_wanted = screen.samples({}) if estimates else []
+    begin = [*dict.fromkeys([*anchors, *samples_wanted])]
+    results = [sweep.measure(begin, few, SCREENING, noise=False)]
+    first |= sweep.losses(anchors, len(few), SCREENING)
+    samples = sweep.losses(samples_wanted, len(few), SCREENING)
     chosen: list[Candidate] = []
 
     def table_now(unsure: float = 1.0) -> SensitivityTable:
         """`unsure`: times what is only predicted, once something is measured."""
         measured = sweep.losses(chosen, len(windows))
-        values = screen.predicted(errors, first, measured)
+        values = screen.predicted(errors, first, measured, samples)
+        unsure = 1.0 if estimates else unsure
         rows = (
             Measurement(
                 name, recipe, {KL: Estimate(max(value, 0.0), 0.0)}, 0, 0, PREDICTED, 0.0
@@ -541,7 +619,14 @@ def staged_search(
         return replace(table, measurements=tuple(rows))
 
     def measure(plans: Sequence[Plan], rivals: Collection[Key] = ()) -> None:
-        wanted = set(rivals).union(*(parsed(plan.assignment).items() for plan in plans))
+        measured = sweep.losses(chosen, len(windows))
+        kl = screen.predicted(errors, first, measured, samples)
+        wanted = set(rivals)
+        for plan in plans:
+            choices = set(parsed(plan.assignment).items())
+            if estimates:
+                choices = {*deciding({k: kl[k] for k in choices.intersection(kl)})}
+            wanted |= choices
         new = [c for c in screen.candidates if key_of(c) in wanted and c not in chosen]
         if new:
             results.append(sweep.measure(new, windows))
@@ -571,9 +656,9 @@ def staged_search(
             )
     whole = results[-1]
     measured = sweep.losses(chosen, len(windows))
-    if samples_wanted := screen.samples(measured):
+    if not estimates and (samples_wanted := screen.samples(measured)):
         results.append(sweep.measure(samples_wanted, few, SCREENING, noise=False))
-    samples = sweep.losses(samples_wanted, len(few), SCREENING)
+        samples = sweep.losses(samples_wanted, len(few), SCREENING)
     whole = replace(
         whole,
         candidates=len(chosen),

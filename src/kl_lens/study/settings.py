@@ -505,6 +505,7 @@ class HeldOut:
             )
 
 
+FORWARD_ONLY = "predict from forward passes alone, not from gradients, and measure all that a plan uses"
 wanted = grouped("target size or loss (give one)", excludes="limit")
 in_use = grouped("target size or loss (give one)")
 

@@ -135,9 +135,14 @@ class Costs:
         passes = windows + 4.0  # the original; the noise floor
         share = 1.0  # of the candidates that are measured
         exhaustive = self._settings.exhaustive
-        if not exhaustive and screening.is_worth_it(candidates, with_a_limit=True):
-            screen = screening.Screen(candidates)
-            total = screen.expected_work(model, windows, length)
+        screen = screening.Screen(candidates)
+        gradients = not self._settings.forward_only and screen.gradients_cost_less(
+            model, windows
+        )
+        if not exhaustive and screening.is_worth_it(
+            candidates, with_a_limit=True, gradients=gradients
+        ):
+            total = screen.expected_work(model, windows, length, gradients=gradients)
             passes += (1 + len(measure.OF_LOSS)) * self._held_out / 2  # whole plans
             names = {c.component.name for c in candidates}
             share = min(1.0, screening.MEASURED * len(names) / len(candidates))

@@ -106,6 +106,7 @@ class MeasureFormats(Stage):
             limits=Limits() if exhaustive else limits,
             held_out=job.settings.held_out,
             exhaustive=exhaustive,
+            forward_only=job.settings.forward_only,
         )
 
 
