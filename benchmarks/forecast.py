@@ -1,8 +1,8 @@
 """What a command says is left, against what is left: a table of forecast and truth.
 
     python benchmarks/forecast.py run --run /tmp/both                # any command of kl-lens; both targets
-    python benchmarks/forecast.py run MODEL --targets gguf --run /tmp/130m
-    python benchmarks/forecast.py autopsy FILE.gguf --against MODEL
+    python benchmarks/forecast.py run MODEL --target gguf --run /tmp/130m
+    python benchmarks/forecast.py autopsy FILE.gguf --model MODEL
 
 The command runs in a terminal of its own; the times are those that its bar shows.
 """

@@ -52,7 +52,7 @@ def rows(name: str, window: int, windows: int, folder: str) -> list[Row]:
         )
     table = []
     for score in study.evaluate(
-        targets="torch", positions="wikitext2:test", window=window, limit=windows
+        target="torch", positions="wikitext2:test", window_length=window, windows=windows
     ):
         plan = score.subject.plan
         kind = "kl" if plan else "cross_entropy"

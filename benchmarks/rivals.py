@@ -117,7 +117,7 @@ def compare(
     measured = MeasureSettings.of(
         model=name,
         run=str(folder),
-        target=target.name,
+        target=(target.name,),
         # Below four bits, and for MLX, the short menu; one of MLX's own mixtures has two bits.
         formats=menu_of(target, model.anatomy.shapes, full=not small, small=small),
         windows=arguments.windows,

@@ -45,7 +45,7 @@ def planned(
     session: Session, folder: Path, target: str, **limit: Any
 ) -> tuple[int, Estimate]:
     """The plan's size and its KL on text that the search has not seen."""
-    settings = {"run": str(folder), "target": target}
+    settings = {"run": str(folder), "target": (target,)}
     session.do(
         PlanSettings.of(name="plan", held_out_windows=SEARCHED, **settings, **limit)
     )
@@ -63,7 +63,8 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Row:
     whole_run = folder / "whole"
     session.do(CalibrateSettings.of(model=name, run=str(staged_run)))
     shutil.copytree(staged_run, whole_run)
-    settings = {"model": name, "target": arguments.target, "windows": arguments.windows}
+    target = (arguments.target,)
+    settings = {"model": name, "target": target, "windows": arguments.windows}
     # The staged search first: what is compiled on the way counts against it.
     limit = {"max_loss": MAX_LOSS, "held_out_windows": SEARCHED}
     staged, staged_seconds = measured(session, run=str(staged_run), **limit, **settings)

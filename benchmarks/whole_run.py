@@ -4,7 +4,7 @@
                                    [--write docs/results/speed.csv]
 
 Weights are random, as the architecture's authors initialise them. `--card` limits torch to so much of the GPU's memory.
-The job is `kl-lens run MODEL --targets gguf --without benchmark`, each model in a process of its own.
+The job is `kl-lens run MODEL --target gguf --without benchmark`, each model in a process of its own.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
             flags = [
                 "--device",
                 arguments.device,
-                "--targets",
+                "--target",
                 "gguf",
                 "--without",
                 "benchmark",

@@ -16,7 +16,7 @@ on_board() { if [ -n "${BOARD:-}" ]; then ssh "$BOARD" "$(printf '%q ' "$@")"; e
 ship() { if [ -n "${BOARD:-}" ]; then scp -q "$@" "$BOARD:$there/"; else cp "$@" "$there/"; fi; }
 
 # Here: the best file of that size, judged on test text. Speeds of this machine say nothing about the board.
-kl-lens run "$model" --run "$run" --targets gguf --max-bytes "$size" --without benchmark "$@"
+kl-lens run "$model" --run "$run" --target gguf --max-bytes "$size" --without benchmark "$@"
 
 on_board mkdir -p "$there"
 ship "$run"/artifacts/gguf/recommended-gguf-*/*.gguf "$run"/artifacts/gguf/uniform_fp16/*.gguf

@@ -23,5 +23,5 @@ kl-lens merge "$run"
 
 kl-lens plan --run "$run" --target gguf --max-bytes "$size" --name best --rivals --verify ${LIMIT:+--held-out-windows "$LIMIT"}
 kl-lens export --run "$run" --target gguf --plan best
-kl-lens evaluate --run "$run" --plan best --targets gguf ${LIMIT:+--limit "$LIMIT"}
+kl-lens evaluate --run "$run" --plan best --target gguf ${LIMIT:+--windows "$LIMIT"}
 kl-lens report --run "$run"

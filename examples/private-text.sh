@@ -10,7 +10,7 @@ model=${1:?usage: private-text.sh MODEL CALIBRATION HELD-OUT TEST} text=${2:?} h
 shift 4
 export HF_HUB_OFFLINE=1  # nothing is asked of the hub, not even for the model
 
-kl-lens run "$model" --run runs/private --targets gguf \
+kl-lens run "$model" --run runs/private --target gguf \
   --text "$text" --held-out "$held_out" --evaluation-text "$test" --without benchmark "$@"
 
 # Does the choice of text matter? The same ranking, calibrated on public text.

@@ -37,7 +37,7 @@ COMMAND_LINE = """\
 `kl-lens VERB --help` shows the usual flags of a verb. This page has all of them.
 
 Results go to standard output; progress, warnings and errors go to standard error. The exit code is 0 for success, 1 for
-an error, 2 for a command that cannot be understood, a budget that cannot be met, or a `--max-drop` of `evaluate` that
+an error, 2 for a command that cannot be understood, a budget that cannot be met, or a `--task-drop` of `evaluate` that
 was exceeded, 70 for a fault of KL Lens, and 130 after Ctrl-C. Type the same command again to resume it.
 
 Write sizes as `90MB`, `0.5GiB` or a number of bytes, shares as `45%` or `0.45`. A `TEXT` is

@@ -49,7 +49,7 @@ def test_a_published_protein_model_gets_a_file_within_its_limit(
     few = "--windows 2 --window-length 128 --held-out-windows 4 --evaluation-windows 8"
     words = [*few.split(), "--rivals", "none", "--threads", "1"]
     words += [word for flag, path in texts.items() for word in (flag, str(path))]
-    words += ["--run", str(run), "--targets", "gguf", "--without", "benchmark,report"]
+    words += ["--run", str(run), "--target", "gguf", "--without", "benchmark,report"]
     assert main(["run", str(protein_model), *tokenizer, *words]) == 0
     with Run.open(run) as journal:
         scores = {s.subject.label: s.values for s in read_scores(journal, "divergence")}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kl_lens as kl
-from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.cli.main import parse, settings_from
 from kl_lens.study.evaluate import EvaluateSettings
 from kl_lens.study.events import Events
 from kl_lens.study.measure import MeasureSettings
@@ -16,6 +16,7 @@ from kl_lens.study.run import RunSettings
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Settings
 from kl_lens.targets import read_artifact
+from tests.cli.commands import done
 from tests.docs.markdown import README, blocks, commands
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -57,35 +58,11 @@ def test_both_languages_write_the_same_bytes(study: kl.Study, tmp_path: Path) ->
         verb: [w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", str(v))]
         for verb, flags in FEW.items()
     }
-    chosen = [
-        "--target",
-        "gguf",
-        "--components",
-        COMPONENTS,
-        "--formats",
-        "q4_k+gptq,q8_0",
-    ]
-    assert main(["calibrate", "reference:mamba", "--run", run, *few["calibrate"]]) == 0
-    assert (
-        main(["measure", "reference:mamba", "--run", run, *few["measure"], *chosen]) == 0
-    )
-    assert (
-        main(
-            [
-                "plan",
-                "--run",
-                run,
-                "--target",
-                "gguf",
-                "--max-bytes",
-                BUDGET,
-                "--name",
-                "small",
-            ]
-        )
-        == 0
-    )
-    assert main(["export", "--run", run, "--target", "gguf", "--plan", "small"]) == 0
+    chosen = f"--target gguf --components {COMPONENTS} --formats q4_k+gptq,q8_0".split()
+    done(f"calibrate reference:mamba --run {run}", *few["calibrate"])
+    done(f"measure reference:mamba --run {run}", *few["measure"], *chosen)
+    done(f"plan --run {run} --target gguf --max-bytes {BUDGET} --name small")
+    done(f"export --run {run} --target gguf --plan small")
     from_python = digests(file)
     from_shell = digests(Path(run) / "artifacts/gguf/small")
     assert from_python == from_shell
@@ -165,10 +142,10 @@ def test_python_callers_get_the_clear_errors_of_the_command_line(
 @pytest.mark.parametrize(
     "settings",
     [
-        MeasureSettings.of(model="reference:mamba", memory_budget=10**8),
-        PlanSettings.of(max_loss=0.01, memory_budget=10**8),
-        EvaluateSettings.of(memory_budget=10**8),
-        RunSettings.of(model="reference:mamba", memory_budget=10**8),
+        MeasureSettings.of(model="reference:mamba", working_memory=10**8),
+        PlanSettings.of(max_loss=0.01, working_memory=10**8),
+        EvaluateSettings.of(working_memory=10**8),
+        RunSettings.of(model="reference:mamba", working_memory=10**8),
     ],
     ids=lambda settings: settings.verb,
 )

@@ -193,14 +193,14 @@ def test_other_weights_everywhere(
         )
     (fault,) = examine(folder).faults
     assert fault.words.startswith(f"{says}")
-    assert ": check --against. 18 of 19 tensors" in fault.words
+    assert ": check --model. 18 of 19 tensors" in fault.words
 
 
 def test_another_architecture_and_a_chat_template_that_was_added(
     model: LoadedModel, sound: Sound, examine: Examine
 ) -> None:
     (fault,) = (result := examine(sound("gguf"), load("reference:mamba"))).faults
-    assert result.headline.startswith("Another model: check --against.")
+    assert result.headline.startswith("Another model: check --model.")
     assert fault.advice == "give the checkpoint that the file was made from"
     assert "general.architecture is falcon-h1 in the file, mamba in the original" in str(
         result.findings

@@ -52,15 +52,7 @@ def files_are_weighed_once() -> Iterator[None]:
 
 @pytest.fixture
 def measure_arguments(tiny_folder: Path, tmp_path: Path) -> list[str]:
-    return [
-        "measure",
-        str(tiny_folder),
-        "--run",
-        str(tmp_path / "run"),
-        "--text",
-        str(tiny_folder / "text.txt"),
-        "--windows",
-        "4",
-        "--window-length",
-        "32",
-    ]
+    return (
+        f"measure {tiny_folder} --run {tmp_path / 'run'} --text {tiny_folder / 'text.txt'} "
+        "--windows 4 --window-length 32"
+    ).split()

@@ -8,6 +8,7 @@ import pytest
 
 from kl_lens.cli.main import main
 from tests.byte_level import save_tokenizer
+from tests.cli.commands import done
 from tests.families import tiny_model
 
 
@@ -24,7 +25,7 @@ def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def file(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("file")
     words = f"export {folder} --target gguf --format q8_0 --out {out}".split()
-    assert main([*words, "--without-tokenizer"]) == 0
+    done(words, "--without-tokenizer")
     return next(out.glob("*.gguf"))
 
 
@@ -40,33 +41,22 @@ def test_a_run_keeps_it_and_plans_for_the_same_bytes(
 ) -> None:
     run = str(tmp_path / "run")
     text = str(folder / "text.txt")
-    words = [
-        "measure",
-        str(folder),
-        "--run",
-        run,
-        "--text",
-        text,
-        "--windows",
-        "2",
-        "--window-length",
-        "32",
-    ]
-    assert main([*words, "--target", "gguf", "--formats", "q4_0,q8_0"]) == 0
+    words = f"measure {folder} --run {run} --text {text} --windows 2 --window-length 32".split()
+    done(words, "--target gguf --formats q4_0,q8_0")
     capsys.readouterr()
-    assert main(["autopsy", str(file), "--run", run, *flags]) == 0
+    done(f"autopsy {file} --run {run}", *flags)
     shown = capsys.readouterr().out
     assert "the original with the file's weights" in shown
     assert "Our plan from this run: KL" in shown
     assert "Nothing is wrong: it loses what Q8_0 loses" in shown
-    assert main(["report", "--run", run]) == 0
+    done(f"report --run {run}")
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "Autopsies" in page
     assert "Nothing is wrong: it loses what Q8_0 loses" in page
 
 
 def test_the_file_alone(file: Path, capsys) -> None:
-    assert main(["autopsy", str(file), "--json"]) == 0
+    done(f"autopsy {file} --json")
     report = json.loads(capsys.readouterr().out)
     assert (report["faults"], report["bytes"]) == (0, file.stat().st_size)
     assert "Nothing is wrong that the file alone could show" in report["headline"]

@@ -14,6 +14,7 @@ from kl_lens.run.folder import Run
 from kl_lens.run.records import Plan, Profile, Quartiles
 from kl_lens.run.subjects import artifact_digest, current_results
 from kl_lens.targets import export, read_artifact
+from tests.cli.commands import done, refused
 from tests.families import tiny_model
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -35,31 +36,12 @@ SHORT = [
 def run_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Measured and planned, FP16 and a plan exported to OpenVINO, FP16 to GGUF."""
     folder = tmp_path_factory.mktemp("benchmark") / "run"
-    text = [
-        "--text",
-        str(tiny_folder / "text.txt"),
-        "--windows",
-        "2",
-        "--window-length",
-        "32",
-    ]
-    assert main(["measure", str(tiny_folder), "--run", str(folder), *text]) == 0
-    assert main(["plan", "--run", str(folder), "--max-bpw", "9", "--name", "small"]) == 0
-    assert (
-        main(["export", "--run", str(folder), "--target", "openvino", "--plan", "small"])
-        == 0
-    )
-    whole = [
-        "export",
-        str(tiny_folder),
-        "--run",
-        str(folder),
-        "--target",
-        "openvino",
-        "--format",
-        "fp16",
-    ]
-    assert main(whole) == 0
+    text = f"--text {tiny_folder / 'text.txt'} --windows 2 --window-length 32".split()
+    done(f"measure {tiny_folder} --run {folder}", *text)
+    done(f"plan --run {folder} --max-bpw 9 --name small")
+    done(f"export --run {folder} --target openvino --plan small")
+    whole = f"export {tiny_folder} --run {folder} --target openvino --format fp16".split()
+    done(whole)
     # llama.cpp has no word-level tokenizers: this one goes without.
     model = LoadedModel("tiny", Path(), tiny_model("mamba"), None)
     export(
@@ -85,8 +67,7 @@ def profiles(folder: Path) -> dict[str, Profile]:
 @pytest.fixture(scope="module")
 def used(run_folder: Path) -> Path:
     """The run after a benchmark of its OpenVINO files."""
-    arguments = ["benchmark", "--run", str(run_folder), *SHORT, "--targets", "openvino"]
-    assert main(arguments) == 0
+    done(f"benchmark --run {run_folder} --target openvino", SHORT)
     return run_folder
 
 
@@ -123,25 +104,17 @@ def test_use_keeps_one_profile_for_each_artifact(used: Path) -> None:
 def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> None:
     """It rests on timed files: two are too few. What the machine measured today is replaced by known speeds."""
     folder = shutil.copytree(used, tmp_path / "run")
-    plan = [
-        "plan",
-        "--run",
-        str(folder),
-        "--target",
-        "openvino",
-        "--formats",
-        "int8,int4",
-    ]
+    plan = f"plan --run {folder} --target openvino --formats int8,int4".split()
     assert main([*plan, "--min-speed", "30"]) == 1
     message = capsys.readouterr().err
     assert (
         "at least 3 timed OpenVINO files of different sizes, and the run has 2; export more plans"
         in message
     )
-    assert f"kl-lens benchmark --run {folder} --targets openvino" in message
-    assert main(["plan", "--run", str(folder), "--uniform", "int8,int4"]) == 0
-    exported = ["export", "--run", str(folder), "--target", "openvino"]
-    assert main([*exported, "--plan", "uniform_int8,uniform_int4"]) == 0
+    assert f"kl-lens benchmark --run {folder} --target openvino" in message
+    done(f"plan --run {folder} --uniform int8,int4")
+    exported = f"export --run {folder} --target openvino".split()
+    done(exported, "--plan uniform_int8,uniform_int4")
     names = ("uniform_fp16", "small", "uniform_int8", "uniform_int4")
     with Run.open(folder) as run:
         template = profiles(folder)["openvino/small|use|CPU"]
@@ -160,7 +133,7 @@ def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> No
     capsys.readouterr()
 
     def made(*limits: str) -> dict[str, Any]:
-        assert main([*plan, *limits, "--json"]) == 0
+        done(plan, limits, "--json")
         [profiles_read] = json.loads(capsys.readouterr().out)
         return profiles_read
 
@@ -177,10 +150,8 @@ def test_a_budget_in_tokens_per_second(used: Path, tmp_path: Path, capsys) -> No
         >= 1 / within["notes"]["predicted_seconds_per_token"]
         >= 0.99 * fastest * (1 - 1e-5)
     )
-    assert main([*plan, "--min-speed", f"{2 * fastest:.6g}"]) == 2
-    assert (
-        f"--min-speed {2 * fastest:.4g} tokens/s cannot be met" in capsys.readouterr().err
-    )
+    message = refused(capsys, plan, f"--min-speed {2 * fastest:.6g}", code=2)
+    assert f"--min-speed {2 * fastest:.4g} tokens/s cannot be met" in message
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from kl_lens import planning
 from kl_lens.cli.main import main
 from kl_lens.run.folder import Run
 from kl_lens.targets import read_artifact
+from tests.cli.commands import done, refused
 
 ONE_BLOCK = ["--components", r"layers\.1\."]
 
@@ -30,34 +31,20 @@ def texts(tiny_folder: Path, tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def measure(tiny_folder: Path, tmp_path: Path, texts: dict[str, str]) -> list[str]:
     return [
-        "measure",
-        str(tiny_folder),
-        "--run",
-        str(tmp_path / "run"),
-        "--text",
-        texts["measured"],
-        "--windows",
-        "2",
-        "--window-length",
-        "32",
+        *(
+            f"measure {tiny_folder} --run {tmp_path / 'run'} --text {texts['measured']} --windows "
+            "2 --window-length 32"
+        ).split(),
         *ONE_BLOCK,
     ]
 
 
 @pytest.fixture
 def calibrate(tiny_folder: Path, tmp_path: Path, texts: dict[str, str]) -> list[str]:
-    return [
-        "calibrate",
-        str(tiny_folder),
-        "--run",
-        str(tmp_path / "run"),
-        "--text",
-        texts["learnt"],
-        "--windows",
-        "4",
-        "--window-length",
-        "32",
-    ]
+    return (
+        f"calibrate {tiny_folder} --run {tmp_path / 'run'} --text {texts['learnt']} --windows "
+        "4 --window-length 32"
+    ).split()
 
 
 def _formats(folder: Path) -> set[str]:
@@ -68,7 +55,7 @@ def _formats(folder: Path) -> set[str]:
 def test_calibrate_keeps_statistics_in_the_run_and_does_nothing_twice(
     calibrate: list[str], tmp_path: Path, capsys
 ) -> None:
-    assert main([*calibrate, "--json"]) == 0
+    done(calibrate, "--json")
     output = json.loads(capsys.readouterr().out)
     assert output["text"] | {"source": "", "split": ""} == {
         "source": "",
@@ -78,11 +65,9 @@ def test_calibrate_keeps_statistics_in_the_run_and_does_nothing_twice(
         "seed": 43,
     }
     written = _written(tmp_path / "run/statistics")
-    assert main(calibrate) == 0
+    done(calibrate)
     assert output["digest"] in capsys.readouterr().out
-    assert (
-        main(["calibrate", "--run", str(tmp_path / "run")]) == 0
-    )  # the run knows its model and its text
+    done(f"calibrate --run {tmp_path / 'run'}")  # the run knows its model and its text
     assert _written(tmp_path / "run/statistics") == written
 
 
@@ -94,8 +79,8 @@ def test_without_statistics_measure_names_the_command_that_gathers_them(
     assert "has none; gather them with: kl-lens calibrate" in err
     assert err.count("\n") == 0
     command = shlex.split(err.partition("kl-lens calibrate")[2])
-    assert main(["calibrate", *command, "--windows", "4"]) == 0
-    assert main([*measure, "--formats", "int4+gptq"]) == 0
+    done("calibrate", command, "--windows 4")
+    done(measure, "--formats int4+gptq")
     with Run.open(tmp_path / "run") as run:
         measured = run.text_identity("calibration")
     learnt = json.loads((tmp_path / "run/statistics/statistics.json").read_text())[
@@ -117,7 +102,7 @@ def test_with_a_limit_only_what_plans_near_it_choose_is_measured(
     tmp_path: Path,
     capsys,
 ) -> None:
-    assert main(calibrate) == 0
+    done(calibrate)
     near = [
         *measure,
         "--formats",
@@ -129,7 +114,7 @@ def test_with_a_limit_only_what_plans_near_it_choose_is_measured(
         "4",
     ]
     for limit in (["--max-bytes", "225kB"], ["--max-drop", "0.001%"]):
-        assert main([*near, *limit]) == 0
+        done(near, limit)
     with Run.open(tmp_path / "run") as run:
         measured = run.measured_windows("calibration")
         planned = planning.plan_for_budget(
@@ -140,34 +125,30 @@ def test_with_a_limit_only_what_plans_near_it_choose_is_measured(
         windows == {0, 1} for windows in measured.values()
     )  # screening on fewer windows is kept apart
     assert "unmeasured" not in planned.notes
-    assert (
-        main([*near, "--max-bytes", "225kB"]) == 0
-    )  # the same choice again: nothing is left to measure
+    done(near, "--max-bytes 225kB")  # the same choice again: nothing is left to measure
     with Run.open(tmp_path / "run") as run:
         assert run.measured_windows("calibration") == measured
-    assert main([*near, "--max-bytes", "1kB"]) == 2
-    assert "cannot be met" in capsys.readouterr().err
+    assert "cannot be met" in refused(capsys, near, "--max-bytes 1kB", code=2)
 
 
 def test_measurements_of_other_statistics_are_never_mixed(
     measure: list[str], calibrate: list[str], tmp_path: Path, capsys
 ) -> None:
     learnt = [*measure, "--formats", "int4,int4+gptq"]
-    assert main(calibrate) == 0
-    assert main(learnt) == 0
+    done(calibrate)
+    done(learnt)
     for path in (tmp_path / "run/statistics").iterdir():
         path.unlink()
-    assert main([*calibrate, "--seed", "7"]) == 0
+    done(calibrate, "--seed 7")
     capsys.readouterr()
-    assert main(learnt) == 1
-    assert "another set of statistics" in capsys.readouterr().err
+    assert "another set of statistics" in refused(capsys, learnt)
     assert (
         main([*calibrate, "--window-length", "1000000", "--again"]) == 1
     )  # the text is shorter
     assert _formats(tmp_path / "run") == {"int4", "int4+gptq"}
-    assert main([*calibrate, "--seed", "8", "--again"]) == 0
+    done(calibrate, "--seed 8 --again")
     assert _formats(tmp_path / "run") == {"int4"}  # what learnt nothing is still there
-    assert main(learnt) == 0
+    done(learnt)
     assert _formats(tmp_path / "run") == {"int4", "int4+gptq"}
 
 
@@ -178,26 +159,15 @@ def test_text_used_for_calibration_is_refused_for_evaluation(
     tmp_path: Path,
     capsys,
 ) -> None:
-    assert main(calibrate) == 0
-    assert main([*measure, "--formats", "int4+gptq"]) == 0
+    done(calibrate)
+    done(measure, "--formats int4+gptq")
     plan = f"plan --run {tmp_path / 'run'} --uniform int4+gptq --verify --held-out-windows 2".split()
     capsys.readouterr()
-    assert main([*plan, "--held-out", texts["learnt"]]) == 1
-    assert "share" in capsys.readouterr().err
-    assert (
-        main(
-            [
-                "paper",
-                "--run",
-                str(tmp_path / "run"),
-                "--evaluation-text",
-                texts["learnt"],
-            ]
-        )
-        == 1
+    assert "share" in refused(capsys, plan, f"--held-out {texts['learnt']}")
+    assert "share" in refused(
+        capsys, f"paper --run {tmp_path / 'run'} --evaluation-text {texts['learnt']}"
     )
-    assert "share" in capsys.readouterr().err
-    assert main([*plan, "--held-out", texts["judging"]]) == 0
+    done(plan, f"--held-out {texts['judging']}")
 
 
 def test_a_plan_names_its_statistics_and_others_are_refused(
@@ -205,9 +175,9 @@ def test_a_plan_names_its_statistics_and_others_are_refused(
 ) -> None:
     pytest.importorskip("openvino", reason="needs the extra openvino")
     folder = str(tmp_path / "run")
-    assert main(calibrate) == 0
-    assert main([*measure, "--formats", "int4+gptq"]) == 0
-    assert main(["plan", "--run", folder, "--uniform", "int4+gptq,int4"]) == 0
+    done(calibrate)
+    done(measure, "--formats int4+gptq")
+    done(f"plan --run {folder} --uniform int4+gptq,int4")
     plan = json.loads((tmp_path / "run/plans/uniform_int4.gptq.json").read_text())
     with Run.open(tmp_path / "run") as run:
         assert plan["statistics"] == run.statistics
@@ -216,22 +186,13 @@ def test_a_plan_names_its_statistics_and_others_are_refused(
         is None
     )
 
-    export = [
-        "export",
-        "--run",
-        folder,
-        "--target",
-        "openvino",
-        "--plan",
-        "uniform_int4.gptq",
-    ]
-    assert main(export) == 0
+    export = f"export --run {folder} --target openvino --plan uniform_int4.gptq".split()
+    done(export)
     artifact = read_artifact(tmp_path / "run/artifacts/openvino/uniform_int4.gptq")
     assert artifact.settings["statistics"] == plan["statistics"]
-    assert main([*calibrate, "--seed", "7", "--again"]) == 0
+    done(calibrate, "--seed 7 --again")
     capsys.readouterr()
-    assert main(export) == 1
-    assert f"made with statistics {plan['statistics']}" in capsys.readouterr().err
+    assert f"made with statistics {plan['statistics']}" in refused(capsys, export)
 
 
 def _written(folder: Path) -> dict[Path, int]:

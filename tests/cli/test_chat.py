@@ -13,6 +13,7 @@ from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
 from kl_lens.targets import export, open_session
 from kl_lens.targets.tokenizer import chat_renderer
+from tests.cli.commands import done, refused
 from tests.families import _COMMON
 from tests.targets.gguf.support import tiny
 
@@ -85,7 +86,7 @@ def test_a_conversation(
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed)))
     flags = ["--chat", "--max-new-tokens", "6", "--threads", "1"]
     first = [] if target == "gguf" else ["--prompt", lines[0]]
-    assert main(["generate", str(exported / target), *flags, *first]) == 0
+    done(f"generate {exported / target}", flags, first)
     answers = _expected(exported / target, tokenizer, lines, 6)
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
 
@@ -104,14 +105,15 @@ def test_without_a_template_one_line_says_so(tmp_path: Path, capsys) -> None:
         "gguf",
         tmp_path,
     )
-    assert main(["generate", str(tmp_path), "--chat"]) == 1
+    assert main(f"generate {tmp_path} --chat".split()) == 1
     message = capsys.readouterr().err.strip()
     assert message.endswith(
         "has no chat template; give it a text with --prompt TEXT instead"
     )
     assert "\n" not in message
-    assert main(["generate", str(tmp_path)]) == 1
-    assert "give --prompt some text to go on from, or --chat" in capsys.readouterr().err
+    assert "give --prompt some text to go on from, or --chat" in refused(
+        capsys, f"generate {tmp_path}"
+    )
 
 
 def test_templates_are_rendered_as_transformers_renders_them(tokenizer: Any) -> None:

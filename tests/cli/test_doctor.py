@@ -12,6 +12,7 @@ import pytest
 from kl_lens.cli.main import main
 from kl_lens.study import doctor as doctoring
 from kl_lens.targets.gguf import library
+from tests.cli.commands import refused
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 FASTER = "a llama.cpp built for this processor is faster"
@@ -58,11 +59,13 @@ def test_a_library_is_named_by_its_path_or_its_folder(tmp_path: Path, capsys) ->
 
 
 def test_what_is_no_library_is_refused_and_not_kept(tmp_path: Path, capsys) -> None:
-    assert main(["--llama-cpp", str(tmp_path), "doctor"]) == 1
-    assert f"{tmp_path}: no llama.cpp library there" in capsys.readouterr().err
+    assert f"{tmp_path}: no llama.cpp library there" in refused(
+        capsys, f"--llama-cpp {tmp_path} doctor"
+    )
     (tmp_path / "libllama.so").write_bytes(b"no library")
-    assert main(["--llama-cpp", str(tmp_path), "doctor"]) == 1
-    assert "libllama.so cannot be loaded" in capsys.readouterr().err
+    assert "libllama.so cannot be loaded" in refused(
+        capsys, f"--llama-cpp {tmp_path} doctor"
+    )
     assert os.environ[library.ENVIRONMENT_VARIABLE] == ""
 
 

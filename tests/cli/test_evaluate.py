@@ -11,10 +11,11 @@ from kl_lens.cli.main import main
 from kl_lens.judging import evaluator, read_scores
 from kl_lens.run.folder import Run
 from kl_lens.targets.registry import describe_target
+from tests.cli.commands import done, refused
 
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
-SHORT = ["--window", "48", "--limit", "4", "--threads", "1"]
+SHORT = ["--window-length", "48", "--windows", "4", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -24,33 +25,13 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     text = (tiny_folder / "text.txt").read_text().split("\n\n")
     (folder.parent / "calibration.txt").write_text("\n\n".join(text[: len(text) // 2]))
     (folder.parent / "held_out.txt").write_text("\n\n".join(text[len(text) // 2 :]))
-    assert (
-        main(
-            [
-                "measure",
-                str(tiny_folder),
-                "--run",
-                str(folder),
-                "--text",
-                str(folder.parent / "calibration.txt"),
-                "--windows",
-                "2",
-                "--window-length",
-                "32",
-                "--components",
-                "in_proj|out_proj",
-            ]
-        )
-        == 0
+    done(
+        f"measure {tiny_folder} --run {folder} --text {folder.parent / 'calibration.txt'} "
+        "--windows 2 --window-length 32 --components in_proj|out_proj"
     )
     for name, bits in (("small", "9"), ("large", "13")):
-        assert (
-            main(["plan", "--run", str(folder), "--max-bpw", bits, "--name", name]) == 0
-        )
-    assert (
-        main(["export", "--run", str(folder), "--target", "openvino", "--plan", "small"])
-        == 0
-    )
+        done(f"plan --run {folder} --max-bpw {bits} --name {name}")
+    done(f"export --run {folder} --target openvino --plan small")
     return folder
 
 
@@ -72,7 +53,7 @@ def evaluated(capsys, *arguments: str, code: int = 0) -> dict[str, Any]:
 
 
 def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> None:
-    command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence"]
+    command = f"--run {run_folder} --perplexity {held_out} --divergence".split()
     result = evaluated(capsys, *command, "--exact")
     kinds = {(s["subject"], s["kind"]) for s in result["scores"]}
     plans = ("torch/large", "torch/small", "openvino/small (exact)")
@@ -96,9 +77,7 @@ def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> 
         >= {"window": 48, "stride": 48, "limit": 4}.items()
     )
 
-    assert (
-        main(["evaluate", *command, "--exact", *SHORT]) == 0
-    )  # as a table, from what is stored
+    done("evaluate", command, "--exact", SHORT)  # as a table, from what is stored
     out = capsys.readouterr().out
     for words in (
         "token perplexity",
@@ -116,15 +95,9 @@ def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> 
 def test_stopped_and_taken_up_again(
     run_folder: Path, held_out: str, capsys, monkeypatch
 ) -> None:
-    command = [
-        "--run",
-        str(run_folder),
-        "--perplexity",
-        held_out,
-        "--divergence",
-        "--targets",
-        "torch",
-    ]
+    command = (
+        f"--run {run_folder} --perplexity {held_out} --divergence --target torch".split()
+    )
     original = evaluator.score_logits
     scored: list[int] = []
 
@@ -184,27 +157,16 @@ def test_files_of_others_side_by_side(
             *([] if target == "compressed-tensors" else ["fp16"]),
         ):
             folders.append(str(tmp_path / f"{target}-{name}"))
-            export = [
-                "export",
-                str(tiny_folder),
-                "--target",
-                target,
-                "--format",
-                name,
-                "--out",
-                folders[-1],
-            ]
-            assert (
-                main([*export, *(["--without-tokenizer"] if target == "gguf" else [])])
-                == 0
-            )
+            export = f"export {tiny_folder} --target {target} --format {name} --out {folders[-1]}".split()
+            done(export, ["--without-tokenizer"] if target == "gguf" else [])
             Path(folders[-1], "artifact.json").unlink()
     chart = tmp_path / "duel.svg"
-    text = ["--perplexity", held_out, "--divergence", "--exact"]
-    result = evaluated(
-        capsys, *folders, "--model", str(tiny_folder), *text, "--chart", str(chart)
-    )
-    entrants = result["duel"]["files"]
+    compare = f"compare --model {tiny_folder} --text {held_out}".split()
+    compare += ["--windows", "2", "--window-length", "32"]
+    capsys.readouterr()
+    done(compare, folders, f"--chart {chart} --json")
+    result = json.loads(capsys.readouterr().out)
+    entrants = result["files"]
     assert not result["failures"]
     assert len(entrants) == len(folders)
     assert [file["bytes"] for file in entrants] == sorted(
@@ -216,14 +178,11 @@ def test_files_of_others_side_by_side(
     drawn = chart.read_text()
     assert drawn.startswith("<!-- KL Lens -->\n<svg")
     assert all(file["file"] in drawn for file in entrants)
-    compare = ["compare", "--model", str(tiny_folder), "--text", held_out]
-    short = ["--windows", "2", "--window-length", "32"]
-    assert main([*compare, *short, *folders[:2]]) == 0
+    done(compare, folders[:2])
     shown = capsys.readouterr().out
     assert "Side by side" in shown
     assert "Every larger file loses less" in shown
-    assert main([*compare, *short, folders[0]]) == 1
-    assert "two files or more" in capsys.readouterr().err
+    assert "two files or more" in refused(capsys, compare, f"{folders[0]}")
 
 
 def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
@@ -235,20 +194,10 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "piqa_validation.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows)
     )
-    command = [
-        "--run",
-        str(run_folder),
-        "--targets",
-        "torch",
-        "--plan",
-        "large",
-        "--tasks",
-        "piqa",
-        "--task-data",
-        str(tmp_path),
-        "--max-drop",
-        "3%",
-    ]
+    command = (
+        f"--run {run_folder} --target torch --plan large --tasks piqa --task-data {tmp_path} "
+        "--task-drop 3%"
+    ).split()
     result = evaluated(capsys, *command)
     assert [(s["subject"], s["kind"], s["tokens"]) for s in result["scores"]] == [
         ("original", "task", 6),
@@ -259,7 +208,7 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
     assert (
         verdict["verdict"] == "not decided"
     )  # six examples cannot decide about three points
-    assert main(["evaluate", *command, "--task-limit", "4", *SHORT]) == 0
+    done("evaluate", command, "--task-limit 4", SHORT)
     out = capsys.readouterr().out
     assert "near chance (50 %)" in out
     assert "not decided" in out
@@ -271,7 +220,7 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
         (["--perplexity", "CALIBRATION"], "calibration and evaluation share"),
         (["--plan", "best (v2)"], "'best (v2)' is not a valid plan name"),
         (["--plan", "nothing"], "has no plan 'nothing'; it has large, small"),
-        (["--targets", "onnx"], "no target is called 'onnx'"),
+        (["--target", "onnx"], "--target onnx: expected one of openvino"),
         (["--tasks", "piqa", "--task-data", "nowhere"], "nowhere"),
     ],
 )

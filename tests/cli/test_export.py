@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.units import human_bytes
-from kl_lens.cli.main import main
 from kl_lens.run.folder import Run
 from kl_lens.targets import open_session
+from tests.cli.commands import done, refused
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -18,30 +18,16 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of one block."""
     folder = tmp_path_factory.mktemp("planned") / "run"
-    measure = [
-        "measure",
-        "reference:mamba",
-        "--run",
-        str(folder),
-        "--windows",
-        "1",
-        "--window-length",
-        "32",
-    ]
-    assert (
-        main([*measure, "--text", "wikitext2:valid", "--components", r"layers\.9\."]) == 0
+    measure = (
+        f"measure reference:mamba --run {folder} --windows 1 --window-length 32".split()
     )
-    assert (
-        main(["plan", "--run", str(folder), "--max-bpw", "15.5", "--name", "small"]) == 0
-    )
+    done(measure, "--text wikitext2:valid --components", [r"layers\.9\."])
+    done(f"plan --run {folder} --max-bpw 15.5 --name small")
     return folder
 
 
 def test_openvino(planned: Path, capsys) -> None:
-    assert (
-        main(["export", "--run", str(planned), "--target", "openvino", "--plan", "small"])
-        == 0
-    )
+    done(f"export --run {planned} --target openvino --plan small")
     folder = planned / "artifacts/openvino/small"
     files = {"openvino_model.xml", "openvino_model.bin", "tokenizer.json", "config.json"}
     assert files <= {path.name for path in folder.iterdir()}
@@ -62,11 +48,11 @@ def test_openvino(planned: Path, capsys) -> None:
         "--max-new-tokens",
         "4",
     ]
-    assert main([*generate, "--json"]) == 0
+    done(generate, "--json")
     result = json.loads(capsys.readouterr().out)
     assert result["new_tokens"] == 4
     assert result["text"].strip()
-    assert main(generate) == 0
+    done(generate)
     assert capsys.readouterr().out == f"{result['prompt']}{result['text']}\n"
 
 
@@ -74,9 +60,8 @@ def test_a_tokenizer_that_llama_cpp_does_not_have_can_be_left_out(
     tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
     words = f"export {tiny_folder} --target gguf --format q8_0 --out {tmp_path / 'out'}".split()
-    assert main(words) == 1
-    assert "--without-tokenizer" in capsys.readouterr().err
-    assert main([*words, "--without-tokenizer"]) == 0
+    assert "--without-tokenizer" in refused(capsys, words)
+    done(words, "--without-tokenizer")
     output = capsys.readouterr().out
     assert " for tensors stored as fp16 or fp32 instead + " in output
     assert f"--tokenizer.\nNext: kl-lens benchmark {tmp_path / 'out'}\n" in output

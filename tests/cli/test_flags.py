@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kl_lens
+from kl_lens.base.errors import PlanError
 from kl_lens.cli.main import USUAL, VERBS, build_parser, main, parse, settings_from
 from kl_lens.study.settings import command_of, options_of
 from kl_lens.study.study import settings_of
@@ -15,21 +16,21 @@ from kl_lens.study.study import settings_of
 COMMANDS = [
     "inspect",
     "inspect some/model --dtype bfloat16",
-    "measure some/model --text notes.txt --windows 8 --formats int4,q4_k --memory-budget 1.5GB",
+    "measure some/model --text notes.txt --windows 8 --formats int4,q4_k --working-memory 1.5GB",
     "measure --target gguf --exhaustive",
     "paper --run runs/x --other-text a.txt,b.txt",
-    "plan --paper gpu --metric sqnr --uniform fp16,int8 --max-drop 3% --min-speed 30.5",
+    "plan --paper gpu --metric sqnr --uniform fp16,int8 --max-loss 0.3 --min-speed 30.5",
     "export --target gguf --plan a,b --without-tokenizer",
     "export some/model --target openvino --format int8 --static-tokens 8",
-    "evaluate one two --perplexity --divergence notes.txt --device GPU --torch-device cuda --max-drop 2.5%",
+    "evaluate one two --target torch,gguf --divergence notes.txt --device GPU --torch-device cuda --task-drop 2.5%",
     "evaluate --tasks piqa,arc_easy --task-data tasks",
     "benchmark --prompt-lengths 8,32",
     "benchmark --threads 2 --gpu-layers all --load read-plain",
     "generate out/folder --prompt 'two words' --temperature 0.5",
-    "autopsy a.gguf --against some/model --windows 4",
+    "autopsy a.gguf --model some/model --windows 4",
     "report --out a.html",
     "publish runs/x gguf --to org/name --base-model org/original --private --dry-run",
-    "run some/model --max-bytes 1.234567MB --targets gguf --without rank,report",
+    "run some/model --max-bytes 1.234567MB --target gguf --without evaluate,report",
 ]
 
 
@@ -75,8 +76,50 @@ OTHERS = {
 }
 
 
+FORMER = [
+    ("run x --targets gguf,mlx", "run x --target gguf,mlx"),
+    (
+        "evaluate x.gguf --window 8 --limit 2",
+        "evaluate x.gguf --window-length 8 --windows 2",
+    ),
+    ("autopsy x.gguf --against m", "autopsy x.gguf --model m"),
+    ("plan --max-kl 0.1 --max-bpw 5.5", "plan --max-loss 0.1 --max-bpw 5.5"),
+    ("measure m --memory-budget 1GB", "measure m --working-memory 1GB"),
+]
+
+
+@pytest.mark.parametrize(("former", "command"), FORMER)
+def test_former_names_of_flags_are_understood(former: str, command: str) -> None:
+    assert command_of(settings_from(parse(former.split()))) == command.split()
+
+
+def test_several_targets_are_served_one_after_another() -> None:
+    settings = settings_from(
+        parse(["measure", "m", "--target", "gguf,mlx", "--windows", "2"])
+    )
+    parts = settings.parts()
+    assert [(name, part.target) for name, part in parts.items()] == [
+        ("gguf", ("gguf",)),
+        ("mlx", ("mlx",)),
+    ]
+    assert {part.calibration.windows for part in parts.values()} == {2}
+    settings = settings_from(parse(["export", "--target", "gguf,mlx", "--out", "made"]))
+    made = [str(part.out) for part in settings.parts().values()]
+    assert made == ["made/gguf", "made/mlx"]
+    settings = settings_from(
+        parse(["plan", "--target", "gguf,mlx", "--max-bpw", "5", "--name", "x"])
+    )
+    with pytest.raises(PlanError, match="--name names one plan"):
+        settings.parts()
+
+
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
-    flags = {flag for action in parser._actions for flag in action.option_strings}
+    flags = {
+        flag
+        for action in parser._actions
+        for flag in action.option_strings
+        if action.help is not argparse.SUPPRESS
+    }
     verbs = [
         action
         for action in parser._actions
@@ -100,7 +143,7 @@ def test_the_help_shows_the_flags_that_people_use(capsys) -> None:
     for verb, flags in USUAL.items():
         existing = {option.flag for option in options_of(settings_of(verb))}
         assert set(flags.split()) < existing, verb
-        assert len(flags.split()) <= 11, verb
+        assert len(flags.split()) <= (15 if verb == "run" else 11), verb
     shown = {}
     for word in ("--help", "--help-all"):
         with pytest.raises(SystemExit) as end:
@@ -111,6 +154,10 @@ def test_the_help_shows_the_flags_that_people_use(capsys) -> None:
     assert "--gamma" not in shown["--help"]
     assert "--gamma" in shown["--help-all"]
     assert "--help-all" in shown["--help"].splitlines()[-1]
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    named = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert named == {*USUAL["run"].split(), "--help-all"}
 
 
 def test_without_a_verb_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

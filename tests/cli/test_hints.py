@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from kl_lens.cli.main import main, parse, settings_from
 
 
-def hint(output: str) -> list[str]:
-    (words,) = re.findall(r"^Next: kl-lens (.*)$", output, re.MULTILINE)
-    return shlex.split(words)
+def hints(output: str) -> list[list[str]]:
+    commands = re.findall(r"^Next: kl-lens (.*)$", output, re.MULTILINE)
+    return [shlex.split(words) for words in commands]
 
 
 def test_after_calibrating_and_measuring_the_next_command_works(
@@ -21,30 +22,30 @@ def test_after_calibrating_and_measuring_the_next_command_works(
     text = ["--text", str(tiny_folder / "text.txt"), "--window-length", "32"]
     run = ["--run", str(folder)]
     assert main(["calibrate", str(tiny_folder), *run, *text, "--windows", "4"]) == 0
-    measure = hint(capsys.readouterr().out)
+    (measure,) = hints(capsys.readouterr().out)
     assert measure[:2] == ["measure", str(tiny_folder)]
     assert main([*measure, *text, "--windows", "2", "--components", "0"]) == 0
-    plan = hint(capsys.readouterr().out)
+    (plan,) = hints(capsys.readouterr().out)
     assert plan[:3] == ["plan", *run]
     assert main(plan) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", [None, "openvino"])
+@pytest.mark.parametrize("targets", [(None,), ("openvino", "gguf")])
 def test_the_plan_is_for_the_target_that_was_measured(
-    target: str | None, tiny_folder: Path, tmp_path: Path, capsys
+    targets: Sequence[str | None], tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
     words = ["measure", str(tiny_folder), "--run", str(tmp_path / "run")]
     text = ["--text", str(tiny_folder / "text.txt"), "--windows", "1"]
-    kind = ["--target", target] if target else []
+    kind = ["--target", ",".join(map(str, targets))] if targets[0] else []
     few = ["--window-length", "32", "--components", "0.*x_proj", "--formats", "int8"]
     assert main([*words, *text, *kind, *few]) == 0
-    settings = settings_from(parse(hint(capsys.readouterr().out)))
-    assert settings.target == target
-    assert settings.limits.max_loss == 0.01
+    commands = [settings_from(parse(hint)) for hint in hints(capsys.readouterr().out)]
+    assert [settings.runtime for settings in commands] == [*targets]
+    assert {settings.limits.max_loss for settings in commands} == {0.01}
 
 
 def test_hints_of_inspect_are_understood(tiny_folder: Path, capsys) -> None:
     for limit in (["--memory", "1GB", "--context", "64"], ["--max-bytes", "40kB"]):
         main(["inspect", str(tiny_folder), *limit])
-        for words in re.findall(r"^Next: kl-lens (.*)$", capsys.readouterr().out, re.M):
-            assert settings_from(parse(shlex.split(words))).verb == "run"
+        for words in hints(capsys.readouterr().out):
+            assert settings_from(parse(words)).verb == "run"

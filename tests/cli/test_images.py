@@ -7,6 +7,7 @@ import pytest
 
 from kl_lens.cli.main import main
 from tests.classifiers import classifier, image_folder, save
+from tests.cli.commands import done, refused
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +42,10 @@ def test_from_images_to_a_proven_file(
         "paper --evaluation-windows 2",
         "export --target openvino --plan uniform_int8",
     ):
-        assert main([*words.split(), "--run", str(run)]) == 0, words
+        done(words, f"--run {run}")
     capsys.readouterr()
-    arguments = ["evaluate", "--run", str(run), "--plan", "uniform_int8", "--window", "8"]
-    assert main([*arguments, "--json"]) == 0
+    arguments = f"evaluate --run {run} --plan uniform_int8 --window-length 8".split()
+    done(arguments, "--json")
     result = json.loads(capsys.readouterr().out)
     [agreement] = result["agreements"]
     assert agreement["verdict"].startswith("agrees")
@@ -55,11 +56,11 @@ def test_from_images_to_a_proven_file(
         file["top1"]["value"] - scores["original", "perplexity"]["top1"]["value"]
     )
     assert scores["openvino/uniform_int8", "divergence"]["kl_mean"]["value"] > 0
-    assert main(arguments) == 0
+    done(arguments)
     out = capsys.readouterr().out
     assert "top-1, %" in out
     assert "same top class" in out
-    assert main(["report", "--run", str(run)]) == 0
+    done(f"report --run {run}")
     page = (run / "report.html").read_text()
     assert "per image" in page
     assert "per token" not in page
@@ -69,15 +70,10 @@ def test_what_is_for_language_models_is_refused_in_one_line(
     folder: Path, images: Path, tmp_path: Path, capsys
 ) -> None:
     run = tmp_path / "run"
-    assert main(["measure", str(folder), "--run", str(run)]) == 1
-    assert "--images FOLDER" in capsys.readouterr().err
+    assert "--images FOLDER" in refused(capsys, f"measure {folder} --run {run}")
     assert _measure(folder, images, run, "--components", "head") == 0
-    assert main(["plan", "--run", str(run), "--uniform", "fp16"]) == 0
+    done(f"plan --run {run} --uniform fp16")
     capsys.readouterr()
-    assert main(["export", "--run", str(run), "--target", "gguf"]) == 1
-    assert "mambavision" in capsys.readouterr().err
-    assert (
-        main(["measure", "reference:mamba", "--images", str(images), "--run", str(run)])
-        == 1
-    )
+    assert "mambavision" in refused(capsys, f"export --run {run} --target gguf")
+    assert main(f"measure reference:mamba --images {images} --run {run}".split()) == 1
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

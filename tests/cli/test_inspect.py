@@ -4,14 +4,14 @@ import json
 import math
 
 from kl_lens.base.version import __version__
-from kl_lens.cli.main import main
 from kl_lens.model.carried import carried_by
 from kl_lens.run.records import Component
+from tests.cli.commands import done, refused
 from tests.families import CONFIGS
 
 
 def test_the_table_names_blocks_components_and_reasons(saved, capsys) -> None:
-    assert main(["inspect", str(saved("falcon_h1"))]) == 0
+    done(f"inspect {saved('falcon_h1')}")
     out = capsys.readouterr().out
     for expected in (
         "falcon_h1, 3 blocks",
@@ -24,7 +24,7 @@ def test_the_table_names_blocks_components_and_reasons(saved, capsys) -> None:
 
 
 def test_json_gives_the_records_and_exact_bytes(saved, capsys) -> None:
-    assert main(["inspect", str(saved("mamba")), "--json"]) == 0
+    done(f"inspect {saved('mamba')} --json")
     data = json.loads(capsys.readouterr().out)
     components = data["components"]
     in_proj = next(
@@ -49,10 +49,10 @@ def test_json_gives_the_records_and_exact_bytes(saved, capsys) -> None:
 
 
 def test_versions(capsys) -> None:
-    assert main(["--version"]) == 0
-    first, _, *lines = capsys.readouterr().out.splitlines()
+    done("--version")
+    first, *lines = capsys.readouterr().out.splitlines()
     assert first == f"kl-lens {__version__}"
-    assert {"torch", "transformers"} <= {line.split()[0] for line in lines}
+    assert {"python", "torch", "transformers"} <= {line.split()[0] for line in lines}
 
 
 def test_max_bytes_says_from_the_configuration_how_small_files_can_be(
@@ -61,8 +61,8 @@ def test_max_bytes_says_from_the_configuration_how_small_files_can_be(
     """Rows of 192 and 384 columns: 4.5 bits are the least of the usual menu, 2.25 those of the small one."""
     config = CONFIGS["mamba2"](hidden_size=192, num_heads=12, head_dim=32)
     config.save_pretrained(tmp_path)
-    words = ["inspect", str(tmp_path), "--max-bytes"]
-    assert main([*words, "1GB", "--json"]) == 0
+    words = f"inspect {tmp_path} --max-bytes".split()
+    done(words, "1GB --json")
     rows = json.loads(capsys.readouterr().out)["rows"]
     usual, small = (row for row in rows if row["target"] == "gguf")
     carried = carried_by(config)
@@ -70,9 +70,10 @@ def test_max_bytes_says_from_the_configuration_how_small_files_can_be(
     for row, bits in ((usual, 4.5), (small, 2.25)):
         assert row["bytes"] == matrices * bits / 8 + 4 * carried.vectors
     assert {"q2_0", "mxfp4"} <= set(small["formats"]) - set(usual["formats"])
-    assert main([*words, str(small["bytes"])]) == 0
+    done(words, f"{small['bytes']}")
     said = capsys.readouterr().out
     assert said.count("yes") == 1
     assert f"Next: kl-lens run {tmp_path} --max-bytes" in said
-    assert main([*words, "1GB", "--memory", "1GB"]) == 1
-    assert "give --memory or --max-bytes, not both" in capsys.readouterr().err
+    assert "give --memory or --max-bytes, not both" in refused(
+        capsys, words, "1GB --memory 1GB"
+    )

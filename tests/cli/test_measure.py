@@ -5,10 +5,11 @@ import json
 import pytest
 
 from kl_lens.cli.main import main
+from tests.cli.commands import done
 
 
 def test_measure_prints_a_table_or_json(measure_arguments, capsys) -> None:
-    assert main(measure_arguments) == 0
+    done(measure_arguments)
     out = capsys.readouterr().out
     for part in (
         "layers.3.mixer.out_proj",
@@ -17,7 +18,7 @@ def test_measure_prints_a_table_or_json(measure_arguments, capsys) -> None:
     ):
         assert part in out
     assert "Next: kl-lens plan --run" in out
-    assert main([*measure_arguments, "--json"]) == 0
+    done(measure_arguments, "--json")
     data = json.loads(capsys.readouterr().out)
     assert len(data["measurements"]) == 34
 

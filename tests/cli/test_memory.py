@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.cli.main import main
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import Run
+from tests.cli.commands import done, refused
 
 USE = ["--context", "8k", "--batch", "4"]
 
@@ -20,7 +20,7 @@ def test_inspect_says_what_fits_from_the_configuration_alone(
     folder = saved("falcon_h1")
     (folder / "model.safetensors").unlink()
     arguments = ["inspect", str(folder), *USE]
-    assert main([*arguments, "--memory", "1GB", "--json"]) == 0
+    done(arguments, "--memory 1GB --json")
     result = json.loads(capsys.readouterr().out)
     assert (result["context"], result["batch"]) == (8192, 4)
     row = next(
@@ -34,38 +34,29 @@ def test_inspect_says_what_fits_from_the_configuration_alone(
     assert row["total"] == sum(
         row[part] for part in ("file", "states", "caches", "runtime")
     )
-    assert main([*arguments, "--memory", "1GB"]) == 0
+    done(arguments, "--memory 1GB")
     assert (
-        f"Next: kl-lens run {folder} --memory 1GB --context 8192 --batch 4"
+        f"Next: kl-lens run {folder} --target openvino --memory 1GB --context 8192 --batch 4"
         in capsys.readouterr().out
     )
-    assert main([*arguments, "--memory", "1MB"]) == 0
+    making = result["making"]
+    weights = making["download"] / 2
+    assert making["seconds"] == sum(s["seconds"] for s in making["job"]["stages"]) > 1
+    assert making["job"]["memory"] > 4 * weights
+    done(arguments, "--memory 1MB")
     assert "Nothing fits into 1MB" in capsys.readouterr().out
-    assert main(arguments) == 1
-    assert "--context and --batch say what --memory is for" in capsys.readouterr().err
+    assert "--context and --batch say what --memory is for" in refused(capsys, arguments)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights and caches of the hybrid, each in two formats, on little text."""
     folder = tmp_path_factory.mktemp("memory") / "run"
-    start = [
-        "measure",
-        "reference:hybrid",
-        "--run",
-        str(folder),
-        "--windows",
-        "2",
-        "--window-length",
-        "48",
-    ]
-    assert main([*start, "--formats", "q4_0,q8_0"]) == 0
-    assert (
-        main(
-            [*start, "--states", "--formats", "q4_0,q8_0", "--components", "keys|values"]
-        )
-        == 0
+    start = (
+        f"measure reference:hybrid --run {folder} --windows 2 --window-length 48".split()
     )
+    done(start, "--formats q4_0,q8_0")
+    done(start, "--states --formats q4_0,q8_0 --components keys|values")
     return folder
 
 
@@ -73,7 +64,7 @@ def test_a_plan_for_a_memory_chooses_the_caches(run: Path, capsys) -> None:
     start = ["plan", "--run", str(run), "--target", "gguf", *USE, "--json"]
     plans = {}
     for memory in ("500MB", "170MB"):
-        assert main([*start, "--memory", memory, "--name", f"for-{memory}"]) == 0
+        done(start, f"--memory {memory} --name for-{memory}")
         (plans[memory],) = json.loads(capsys.readouterr().out)
     large, small = plans.values()
     assert large["caches"] == {"keys": "fp16", "values": "fp16"}
@@ -89,10 +80,12 @@ def test_a_plan_for_a_memory_chooses_the_caches(run: Path, capsys) -> None:
             "batch": 4,
         }
     assert small["predicted_kl"] > large["predicted_kl"]
-    assert main([*start, "--memory", "1MB"]) == 2
-    assert "--memory 1.00 MB cannot be met" in capsys.readouterr().err
-    assert main(["plan", "--run", str(run), "--memory", "1GB"]) == 1
-    assert "--memory is about a target's files" in capsys.readouterr().err
+    assert "--memory 1.00 MB cannot be met" in refused(
+        capsys, start, "--memory 1MB", code=2
+    )
+    assert "--memory is about a target's files" in refused(
+        capsys, f"plan --run {run} --memory 1GB"
+    )
 
 
 def test_the_report_has_a_map_and_curves_of_caches(run: Path, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import kl_lens as kl
-from kl_lens.cli.main import main
 from kl_lens.reporting import write_report
 from kl_lens.reporting.page import asset
 from kl_lens.run.folder import Run
+from tests.cli.commands import done
 from tests.reporting.document import read
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -34,12 +34,12 @@ console.log(JSON.stringify(limits.map((limit) => chosen(space, limit, 0))));
 def verified(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in which whole plans were seen to lose more or less than the sum of their parts."""
     folder = tmp_path_factory.mktemp("numbers") / "run"
-    where = ["--run", str(folder), "--target", "gguf"]
+    where = f"--run {folder} --target gguf".split()
     text = ["--windows", "1", "--window-length", "32", "--formats", "q4_0,q8_0"]
-    assert main(["measure", MODEL, *where, *text]) == 0
+    done(f"measure {MODEL}", where, text)
     limit = ["--max-bpw", "7", "--name", "half"]
     held_out = ["--held-out", "wikitext2:test", "--held-out-windows", "2"]
-    assert main(["plan", *where, *limit, "--verify", *held_out]) == 0
+    done("plan", where, limit, "--verify", held_out)
     return folder
 
 
@@ -85,8 +85,8 @@ def test_page_plan_and_frontier_agree_at_twenty_sizes(
         stored = dict(zip(data["components"], recipes, strict=True))
         assert plan.assignment == {c: space["recipes"][r] for c, r in stored.items()}
     capsys.readouterr()
-    limit = ["--max-bytes", str(low), "--name", "fp17", "--json"]
-    assert main(["plan", "--run", str(verified), "--target", "gguf", *limit]) == 0
+    limit = f"--max-bytes {low} --name fp17 --json".split()
+    done(f"plan --run {verified} --target gguf", *limit)
     [told] = json.loads(capsys.readouterr().out)
     assert told["file_bytes"] == low
     assert told["predicted_kl"] == pytest.approx(positions[0][1], rel=1e-9)
@@ -97,16 +97,16 @@ def test_the_page_step_by_step_has_the_answer_and_its_numbers_are_those_of_the_j
 ) -> None:
     """Of a run without `kl-lens run`: exported, and then evaluated in llama.cpp."""
     folder = Path(shutil.copytree(verified, tmp_path / "run"))
-    files = ["--run", str(folder), "--plan", "half"]
-    assert main(["export", *files, "--target", "gguf"]) == 0
+    files = f"--run {folder} --plan half".split()
+    done("export", files, "--target gguf")
     page = read(page_of(folder))
     exported = page.with_id("files")
     assert exported is not None
     assert "Exported, not evaluated yet: half for llama.cpp" in exported.words
     text = ["--perplexity", "wikitext2:valid", "--divergence", "wikitext2:valid"]
-    test = [*text, "--window", "64", "--limit", "2"]
-    targets = ["--targets", "gguf", "--threads", "1"]
-    assert main(["evaluate", *files, *test, *targets]) == 0
+    test = [*text, "--window-length", "64", "--windows", "2"]
+    targets = ["--target", "gguf", "--threads", "1"]
+    done("evaluate", files, test, targets)
     page = read(page_of(folder))
     answer = page.with_id("answer")
     layers = page.with_id("layers")

@@ -10,15 +10,15 @@ import pytest
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.files import require_own_folder
-from kl_lens.cli.main import main
 from kl_lens.measuring.sweep import Sweep
 from kl_lens.run.folder import Run
+from tests.cli.commands import done
 from tests.hostile.saying import says_one_line
 
 
 @pytest.fixture
 def measured(measure_arguments: list[str], tmp_path: Path) -> Path:
-    assert main([*measure_arguments, "--formats", "int8"]) == 0
+    done(measure_arguments, "--formats int8")
     return tmp_path / "run"
 
 
@@ -26,7 +26,7 @@ def measured(measure_arguments: list[str], tmp_path: Path) -> Path:
 
 OUTPUTS = {
     "report --run RUN --out {}": ["RUN/run.sqlite", "PAGE", "MODEL/page.html", "MODEL"],
-    "evaluate FILE --model MODEL --chart {}": ["CHART", "MODEL/chart.svg"],
+    "compare FILE FILE --model MODEL --chart {}": ["CHART", "MODEL/chart.svg"],
     "export MODEL --target gguf --format q8_0 --out {}": ["MODEL", "MODEL/new", "OTHERS"],
     "publish RUN gguf --to me/mine --out {}": ["MODEL/new"],
     "measure MODEL --run {}": ["MODEL", "MODEL/new"],
@@ -72,7 +72,7 @@ def test_an_output_replaces_nothing_that_the_program_did_not_make(
 def test_an_output_of_its_own_is_replaced(measured: Path, tmp_path: Path) -> None:
     words = ["report", "--run", str(measured), "--out", str(tmp_path / "page.html")]
     for _ in range(2):
-        assert main(words) == 0
+        done(words)
     (tmp_path / "artifact.json").write_text("{}")
     require_own_folder(tmp_path)
     (tmp_path / "artifact.json").unlink()
@@ -95,14 +95,14 @@ NAMES = {
 
 def test_names_that_mean_something_else_are_refused(measured: Path, capsys) -> None:
     plan = ["plan", "--run", str(measured), "--max-bpw", "15", "--name"]
-    assert main([*plan, "small"]) == 0
+    done(plan, "small")
     before = (measured / "plans/small.json").read_bytes()
     for name, reason in NAMES.items():
         assert reason in says_one_line([*plan, name], capsys)
     assert [path.name for path in (measured / "plans").iterdir()] == ["small.json"]
     assert (measured / "plans/small.json").read_bytes() == before
     for name in ("console", "common", "small.8"):
-        assert main([*plan, name]) == 0
+        done(plan, f"{name}")
 
 
 def test_names_and_paths_are_shown_as_they_are(
@@ -130,7 +130,7 @@ def test_names_and_paths_are_shown_as_they_are(
         f"{run}/report.html\n": ["report", "--run", run],
     }
     for reason, words in commands.items():
-        assert main(words) == 0, words
+        done(words)
         printed = capsys.readouterr()
         assert reason in printed.out, words
         assert "\x1b" not in printed.out + printed.err, words

@@ -6,26 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.cli.main import main
+from tests.cli.commands import done, refused
 
 
 @pytest.fixture(scope="module")
 def measured(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One measured run of the tiny model; tests write their plans into it under names of their own."""
     folder = tmp_path_factory.mktemp("measured") / "run"
-    arguments = [
-        "measure",
-        str(tiny_folder),
-        "--run",
-        str(folder),
-        "--text",
-        str(tiny_folder / "text.txt"),
-        "--windows",
-        "6",
-        "--window-length",
-        "32",
-    ]
-    assert main(arguments) == 0
+    arguments = (
+        f"measure {tiny_folder} --run {folder} --text {tiny_folder / 'text.txt'} --windows 6 "
+        "--window-length 32"
+    ).split()
+    done(arguments)
     return folder
 
 
@@ -37,7 +29,7 @@ def held_out(tmp_path: Path) -> list[str]:
     path.write_text(
         "\n\n".join(document.text for document in wikitext2("test").documents[:3])
     )
-    return ["--held-out", str(path), "--held-out-windows", "8"]
+    return f"--held-out {path} --held-out-windows 8".split()
 
 
 def _plan(folder: Path, name: str) -> dict:
@@ -45,17 +37,8 @@ def _plan(folder: Path, name: str) -> dict:
 
 
 def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str]) -> None:
-    arguments = [
-        "plan",
-        "--run",
-        str(measured),
-        "--max-bpw",
-        "6",
-        "--name",
-        "six",
-        *held_out,
-    ]
-    assert main([*arguments, "--verify"]) == 0
+    arguments = [*f"plan --run {measured} --max-bpw 6 --name six".split(), *held_out]
+    done(arguments, "--verify")
     verified = _plan(measured, "six")
     assert verified["measured"]["kl"]["value"] > 0
     assert "held-out.txt" in verified["measured"]["text"]
@@ -75,34 +58,26 @@ def test_a_limit_on_the_loss_is_kept_where_it_is_judged(
     hard = "\n\n".join(document.text for document in wikitext2("test").documents[:3])
     (tmp_path / "hard.txt").write_text(hard)
     (tmp_path / "text.txt").write_text(", . " * 64 + hard)
-    words = [
-        "plan",
-        "--run",
-        str(measured),
-        "--verify",
-        "--held-out-windows",
-        "8",
-        "--held-out",
-    ]
+    words = f"plan --run {measured} --verify --held-out-windows 8 --held-out".split()
     limit = ["--max-loss", "0.03", "--name", "kept"]
-    assert main([*words, str(tmp_path / "text.txt"), *limit]) == 0
+    done(words, f"{tmp_path / 'text.txt'}", limit)
     kl = _plan(measured, "kept")["measured"]["kl"]
     assert 0.02 < kl["value"] + kl["standard_error"] <= 0.03
-    assert "misses its target" not in capsys.readouterr().err
+    assert "misses its limit" not in capsys.readouterr().err
     # Where it cannot be kept, on other text, the sentence says what was promised and what came.
     (tmp_path / "easy.txt").write_text(", . " * 400)
-    assert main([*words, str(tmp_path / "easy.txt"), *limit[:-1], "missed"]) == 0
-    assert main([*words, str(tmp_path / "hard.txt"), "--plan", "missed"]) == 0
+    done(words, f"{tmp_path / 'easy.txt'}", limit[:-1], "missed")
+    done(words, f"{tmp_path / 'hard.txt'} --plan missed")
     message = " ".join(capsys.readouterr().err.split())
     assert re.search(
-        r"missed misses its target: the KL is 0\.\d+ ± 0\.\d+ on \S+hard\.txt, 4 windows, and at",
+        r"missed misses its limit: the KL is 0\.\d+ ± 0\.\d+ on \S+hard\.txt, 4 windows, and at",
         message,
     )
     with Run.open(measured) as run:
         plan = collect(run).plan("missed")
     assert plan is not None
     assert re.match(
-        r"Target: KL ≤ 0\.03 .*\. Missed on held-out text: 0\.\d+ ± ", target_of(plan)
+        r"Limit: KL ≤ 0\.03 .*\. Missed on held-out text: 0\.\d+ ± ", target_of(plan)
     )
 
 
@@ -110,7 +85,7 @@ def test_greedy_keeps_the_perplexity_within_gamma(
     measured: Path, held_out: list[str], capsys
 ) -> None:
     greedy = ["--gamma", "1.05", "--name", "g", "--verify"]
-    assert main(["plan", "--run", str(measured), *greedy, *held_out]) == 0
+    done(f"plan --run {measured}", greedy, held_out)
     assert "evaluations of perplexity" in capsys.readouterr().err
     result = _plan(measured, "g")["measured"]
     assert result["perplexity"]["value"] <= 1.10 * result["original_perplexity"]
@@ -142,5 +117,4 @@ def test_greedy_keeps_the_perplexity_within_gamma(
 def test_bad_requests_are_one_line(
     measured: Path, extra: list[str], message: str, capsys
 ) -> None:
-    assert main(["plan", "--run", str(measured), *extra]) == 1
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, f"plan --run {measured}", extra)

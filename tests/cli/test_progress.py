@@ -1,17 +1,19 @@
 """Progress: the forecast follows the pace and counts all that is to come; the bar and the lines say the same."""
 
 from collections.abc import Mapping
+from io import StringIO
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kl_lens.cli import progress
 from kl_lens.cli.progress import Forecast
 from kl_lens.cli.run import Screen
+from kl_lens.cli.terminal import wrapped
 from kl_lens.study.events import JobEstimate, StageCost
 from kl_lens.study.run import RunSettings, costs
-from kl_lens.study.run.forecast import estimate
-from kl_lens.study.run.stages import stages_of
+from kl_lens.study.run.stages import estimate, stages_of
 from kl_lens.targets.openvino.target import OpenVINOTarget
 from tests.measuring.conftest import loaded
 
@@ -113,6 +115,20 @@ def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
     ]
 
 
+def test_lines_wrap_at_word_ends_and_commands_stay_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "24")
+    line = "  of a long sentence, a/path/that/is/longer/than/it: kl-lens run x --run y --force"
+    terminal: Any = SimpleNamespace(isatty=lambda: True)
+    assert wrapped(line, terminal).split("\n") == [
+        "  of a long sentence,",
+        "  a/path/that/is/longer/than/it:",
+        "  kl-lens run x --run y --force",
+    ]
+    assert wrapped(line, StringIO()) == line
+
+
 @pytest.mark.parametrize(
     ("compiling", "busy", "sentence"),
     [
@@ -142,7 +158,7 @@ def test_a_busy_machine_does_not_multiply_the_forecast_and_kernels_count_once(
 ) -> None:
     """On a machine half of which others use, everything that is timed takes twice as long."""
     model = loaded("mamba")
-    settings = of_a_run(targets=("gguf", "openvino"), formats=("q8_0", "q4_0", "int8"))
+    settings = of_a_run(target=("gguf", "openvino"), formats=("q8_0", "q4_0", "int8"))
 
     def seconds_of_stages(seconds: float, busy: float, compiled: bool) -> list[float]:
         monkeypatch.setattr(costs, "_shortest", lambda *_: seconds)
@@ -162,7 +178,7 @@ def test_stages_are_forecast_in_the_order_in_which_they_are_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(costs, "_shortest", lambda *_: 1.0)
-    settings = of_a_run(targets=("gguf", "openvino"), formats=("q8_0", "int8"))
+    settings = of_a_run(target=("gguf", "openvino"), formats=("q8_0", "int8"))
     expected = estimate(settings, loaded("mamba"), opened=1.0)
     estimates = [(stage.verb, stage.target) for stage in expected.stages]
     stages = [
@@ -192,7 +208,7 @@ def test_the_forecast_counts_the_memory_in_which_files_are_written(
     weights = sum(c.parameters for c in model.anatomy.components)
     for target, written in (("gguf", 0), ("openvino", 1e6 * weights)):
         settings = of_a_run(
-            targets=(target,), formats=("int8" if written else "q8_0",), windows=1
+            target=(target,), formats=("int8" if written else "q8_0",), windows=1
         )
         expected = estimate(settings, model, opened=1.0)
         assert (expected.memory == 10**9 + written) == bool(written)

@@ -13,6 +13,7 @@ from kl_lens.cli.main import main
 from kl_lens.run.folder import RECOMMENDED, Run
 from kl_lens.run.records import checked_plan_name
 from kl_lens.targets import read_artifact
+from tests.cli.commands import done
 from tests.hub_server import Hub
 
 
@@ -20,16 +21,9 @@ from tests.hub_server import Hub
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     """A run with a recommended IR, a stock recipe and their scores."""
     run = str(tmp_path_factory.mktemp("publish") / "run")
-    text = [
-        "--text",
-        str(tiny_folder / "text.txt"),
-        "--windows",
-        "2",
-        "--window-length",
-        "32",
-    ]
+    text = f"--text {tiny_folder / 'text.txt'} --windows 2 --window-length 32".split()
     held_out = ["--held-out", "wikitext2:test", "--held-out-windows", "2"]
-    target = ["--run", run, "--target", "openvino"]
+    target = f"--run {run} --target openvino".split()
     # `kl-lens run` gives such names; a user may not.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kl_lens.study.plan.require_own_plan_name", checked_plan_name)
@@ -58,21 +52,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Pat
                 run,
                 "--plan",
                 "recommended-openvino,stock.int8_sym",
-                "--targets",
+                "--target",
                 "openvino",
                 "--perplexity",
                 "wikitext2:test",
                 "--divergence",
                 "",
-                "--window",
+                "--window-length",
                 "32",
-                "--limit",
+                "--windows",
                 "2",
                 "--threads",
                 "1",
             ],
         ):
-            assert main(words) == 0, words
+            done(words)
     return Path(run)
 
 
@@ -89,7 +83,7 @@ def signed_in(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
     words = f"publish {run} openvino --to me/tiny --dry-run --base-model org/tiny --license mit".split()
-    assert main(words) == 0
+    done(words)
     folder = run / "published/openvino"
     exported = run / "artifacts/openvino/recommended-openvino"
     for file in read_artifact(exported).files:
@@ -130,37 +124,23 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
         json.dumps(record | {"files": [*record["files"], "old.bin"]})
     )
     (folder / "old.bin").touch()
-    assert main(words) == 0, "again, over the same files"
+    done(words)
     assert not (folder / "old.bin").exists(), (
         "a file of the earlier export, which would be uploaded too"
     )
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert main([*words, "--plan", "stock.int8_sym"]) == 0
+    done(words, "--plan stock.int8_sym")
     assert (run / "published/stock.int8_sym/README.md").is_file()
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     with Run.open(run) as journal:
         journal.store(RECOMMENDED, "recommended-openvino", "stock.int8_sym")
     (run / "published/stock.int8_sym/plan.json").unlink()
-    assert main(words) == 0, "what the last run recommends"
+    done(words)
     assert (run / "published/stock.int8_sym/plan.json").is_file()
 
 
 def test_it_is_uploaded(run: Path, signed_in: Hub, capsys) -> None:
-    assert (
-        main(
-            [
-                "publish",
-                str(run),
-                "openvino",
-                "--to",
-                "me/tiny",
-                "--private",
-                "--license",
-                "mit",
-            ]
-        )
-        == 0
-    )
+    done(f"publish {run} openvino --to me/tiny --private --license mit")
     repository = signed_in.repositories["me/tiny"]
     assert repository.private
     folder = run / "published/openvino"

@@ -28,6 +28,7 @@ from kl_lens.study.session import QUANTIZED, Session
 from kl_lens.study.settings import Opening
 from kl_lens.targets import get_target, read_artifact
 from kl_lens.weights.recipes import Recipe
+from tests.cli.commands import done
 from tests.targets.gguf.support import tiny
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -46,7 +47,7 @@ def words(folder: Path, tiny: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main(words(folder, tiny_folder, "--paper")) == 0
+    done(words(folder, tiny_folder))
     return folder
 
 
@@ -58,9 +59,8 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 def test_every_stage_leaves_its_records(finished: Path) -> None:
     plans = {path.stem for path in (finished / "plans").glob("*.json")}
     rivals = {"stock.int8_sym", "stock.int4_sym-g128"}
-    assert {"uniform_fp16", "uniform_int8", "uniform_int4", BEST, *rivals} <= plans
+    assert {"uniform_fp16", BEST, *rivals} <= plans
     with Run.open(finished) as run:
-        assert run.load("ranking", "latest")
         artifacts = run.load_all("artifact")
         files = {f"openvino/{name}" for name in ("uniform_fp16", BEST, *rivals)}
         assert files <= set(artifacts)
@@ -86,9 +86,9 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
 def test_the_folder_holds_the_settings_that_repeat_the_run(
     finished: Path, tiny_folder: Path
 ) -> None:
-    settings = settings_from(parse(words(finished, tiny_folder, "--paper")))
+    settings = settings_from(parse(words(finished, tiny_folder)))
     assert (
-        settings_from(parse(["run", "--config", str(finished / "run.yaml")])) == settings
+        settings_from(parse(f"run --config {finished / 'run.yaml'}".split())) == settings
     )
 
 
@@ -110,7 +110,7 @@ def test_only_what_was_deleted_is_done_again(
         "load",
         lambda source, **options: opened.append(source) or opening(source, **options),
     )
-    assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark")) == 0
+    done(words(folder, tiny_folder, "--without", "evaluate,benchmark"))
     assert opened == [str(tiny_folder)]
     out, err = capsys.readouterr()
     assert err.count("already done") >= 3
@@ -125,7 +125,7 @@ def test_only_what_was_deleted_is_done_again(
     assert len(lines) <= 24
     assert re.match(r"OpenVINO: [\d.]+ [kM]B, \d+ % of the size of FP16\.", lines[1])
     assert re.search(r"stays the same \d+ times in 100", lines[1])
-    assert re.match(r"  Target: KL ≤ 0\.05 nats per token \(--max-loss\)\. ", lines[2])
+    assert re.match(r"  Limit: KL ≤ 0\.05 nats per token \(--max-loss\)\. ", lines[2])
     assert lines[2].count("Perplexity") == 1
     assert lines[3] == f"  {folder / 'artifacts/openvino' / BEST}"
     rows = [line for line in lines if line.startswith("│ OpenVINO")]
@@ -203,12 +203,12 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
     quick = [
         "--without",
         "evaluate,benchmark,report",
-        "--targets",
+        "--target",
         "openvino",
         "--rivals",
         "none",
     ]
-    assert main(words(folder, tiny_folder, "--budget", "90%", *quick)) == 0
+    done(words(folder, tiny_folder, "--budget", "90%", *quick))
     assert on_disk(folder, name) <= 0.9 * on_disk(folder, "uniform_fp16")
     assert {
         path: (path.read_bytes(), path.stat().st_mtime_ns) for path in own_scores
@@ -223,9 +223,9 @@ def test_a_run_with_another_limit_gets_its_own_file_and_replaces_none(
         view = collect(run)
     assert recommended_names(view) == {name}, "the last run's"
     # The first limit again: nothing is left to do, and its file is the recommended one again.
-    assert main(words(folder, tiny_folder, "--paper", *quick[:2])) == 0
+    done(words(folder, tiny_folder, *quick[:2]))
     assert not re.search(
-        r"^(Planning|Ranking|Writing files).* \d+:\d\d",
+        r"^(Planning|Writing files).* \d+:\d\d",
         capsys.readouterr().err,
         re.MULTILINE,
     )
@@ -240,26 +240,26 @@ def test_a_plan_of_a_used_name_replaces_it_and_says_so(folder: Path, capsys) -> 
     in_run = ["--run", str(folder)]
     plan = ["plan", *in_run, "--target", "openvino", "--name", "mine", "--max-bpw"]
     export = ["export", *in_run, "--target", "openvino", "--plan", "mine"]
-    text = ["--perplexity", "wikitext2:train", "--window", "32", "--limit"]
-    scored = ["evaluate", *in_run, "--plan", "mine", "--targets", "openvino", *text, "1"]
+    text = ["--perplexity", "wikitext2:train", "--window-length", "32", "--windows"]
+    scored = ["evaluate", *in_run, "--plan", "mine", "--target", "openvino", *text, "1"]
 
     def labels() -> set[str]:
         with Run.open(folder) as run:
             return {result.subject.label for result in current_results(run, "score")}
 
     for words in ([*plan, "9"], export, scored):
-        assert main(words) == 0
+        done(words)
     assert "openvino/mine" in labels()
     file = folder / "artifacts/openvino/mine/openvino_model.bin"
     before = file.read_bytes()
     capsys.readouterr()
-    assert main([*plan, "15"]) == 0
+    done(plan, "15")
     message = "mine replaces another plan of this name; until the next export, the earlier one stays in "
     assert f"{message}{file.parent}" in capsys.readouterr().err
     assert file.read_bytes() == before
-    assert main([*plan, "15"]) == 0
+    done(plan, "15")
     assert "replaces" not in capsys.readouterr().err, "it is the same plan"
-    assert main(export) == 0
+    done(export)
     assert f"{file.parent}: the files of an earlier export" in capsys.readouterr().err
     assert "openvino/mine" not in labels()
 
@@ -278,11 +278,11 @@ def test_beside_a_gpu_files_are_read_ahead_with_the_same_results(
     folder = tmp_path / "run"
     monkeypatch.setattr(Ahead, "take", seen)
     beside = "kl_lens.study.run.background"
-    for name in ("kl_lens.study.run", "kl_lens.study.run.forecast", beside):
+    for name in ("kl_lens.study.run", "kl_lens.study.run.stages", beside):
         monkeypatch.setattr(f"{name}.leaves_time", lambda model: True)
     monkeypatch.setattr(f"{beside}.LARGE", 0)  # so that another process quantizes
     for _ in range(2):  # the second time nothing is left to read
-        assert main(words(folder, tiny_folder, "--paper", "--without", "benchmark")) == 0
+        done(words(folder, tiny_folder, "--without", "benchmark"))
     assert {("uniform_fp16", 1), (BEST, 3)} < {*reads}
     assert len(reads) == len({*reads}), "each file once"
     contents = []
@@ -317,7 +317,7 @@ def test_what_another_process_quantizes_is_found_by_this_one(tmp_path: Path) -> 
 def test_a_stage_that_others_do_not_need_may_fail(
     folder: Path, tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    tasks = ["--tasks", "arc_easy", "--task-data", str(tmp_path / "nowhere")]
+    tasks = f"--tasks arc_easy --task-data {tmp_path / 'nowhere'}".split()
     assert main(words(folder, tiny_folder, *tasks, "--without", "benchmark")) == 1
     captured = capsys.readouterr()
     assert "nowhere" in captured.err
@@ -329,16 +329,8 @@ def test_a_stage_that_others_do_not_need_may_fail(
 def test_an_estimate_names_every_stage_and_does_nothing(
     tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    settings = [
-        "run",
-        str(tiny_folder),
-        "--run",
-        str(tmp_path / "run"),
-        "--window-length",
-        "32",
-        "--estimate",
-    ]
-    assert main([*settings, "--without", "benchmark"]) == 0
+    settings = f"run {tiny_folder} --run {tmp_path / 'run'} --window-length 32 --estimate".split()
+    done(settings, "--without benchmark")
     output = capsys.readouterr().out
     assert "4 calibration windows" in output
     for part in (
@@ -356,12 +348,12 @@ REFUSED = {
     # llama.cpp has no such tokenizer; OpenVINO's graph alone is larger.
     "gguf": (
         [],
-        r"\(gguf: .*tokenizer.*\); --targets (?=.*openvino)(?=.*mlx).* would do",
+        r"\(gguf: .*tokenizer.*\); --target (?=.*openvino)(?=.*mlx).* would do",
     ),
     "openvino": (
         ["--max-bytes", "200kB"],
         r"\(openvino: --max-bytes 200.00 kB cannot be met: the smallest possible is "
-        r"[\d.]+ [kM]B\); --targets .*mlx.* would do",
+        r"[\d.]+ [kM]B\); --target .*mlx.* would do",
     ),
     "compressed-tensors": (
         ["--budget", "5%"],
@@ -376,7 +368,7 @@ def test_what_no_file_can_be_is_refused_before_anything_is_measured(
 ) -> None:
     flags, message = REFUSED[target]
     pytest.importorskip(target.replace("-", "_"), reason=f"needs the runtime of {target}")
-    command = words(tmp_path / "run", tiny_folder, "--targets", target)
+    command = words(tmp_path / "run", tiny_folder, "--target", target)
     limit = command.index("--max-loss")
     command[limit : limit + 2] = flags
     assert main(command) == 1
@@ -407,7 +399,7 @@ def test_a_file_that_fails_in_its_runtime_is_named_first_and_never_suggested(
     monkeypatch.setattr(openvino, method, fail)
     if moment == "exported":
         shutil.rmtree(folder / "artifacts/openvino" / BEST)
-    flags = ["--targets", "openvino", "--paper", "--evaluation-windows", "5"]
+    flags = ["--target", "openvino", "--evaluation-windows", "5"]
     assert main([*words(folder, tiny_folder), *flags]) == 1
     captured = capsys.readouterr()
     assert captured.err.count("itself is lost on wikitext2:train") == 1
@@ -435,7 +427,7 @@ def test_bos_is_decided_before_a_file_is_written_and_in_no_other_thread(
         return 10.0, 7.0
 
     monkeypatch.setattr(beginning, "_perplexities", perplexities)
-    too_small = ["--budget", "1%", "--targets", "openvino"]
+    too_small = ["--budget", "1%", "--target", "openvino"]
     main(words(tmp_path / "run", silent, *too_small))
     assert threads == [main_thread()]
     written = tmp_path / "run/artifacts/openvino/uniform_fp16/tokenizer_config.json"
@@ -444,7 +436,7 @@ def test_bos_is_decided_before_a_file_is_written_and_in_no_other_thread(
 
 def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> None:
     flags = "--windows 5 --budget 60% --formats int8,q8_0 --trust-remote-code --seed 7"
-    assert main(["run", "some-model", *flags.split(), "--write-config"]) == 0
+    done("run some-model", flags, "--write-config")
     text = capsys.readouterr().out
     settings = yaml.safe_load(text)
     assert settings["model"] == "some-model"
@@ -455,14 +447,14 @@ def test_a_yaml_file_equals_the_flags_and_flags_win(tmp_path: Path, capsys) -> N
     )
     file = tmp_path / "run.yaml"
     file.write_text(text + "max-drop:\n")  # left empty: as if it were not there
-    assert main(["run", "--config", str(file), "--write-config"]) == 0
+    done(f"run --config {file} --write-config")
     assert yaml.safe_load(capsys.readouterr().out) == settings
     for number in (9, 4):  # 4 is the flag's own default, and typed all the same
         for words in (
             f"--windows {number} --config {file}",
             f"--config {file} --windows {number}",
         ):
-            assert main(["run", *words.split(), "--write-config"]) == 0
+            done("run", words, "--write-config")
             again = yaml.safe_load(capsys.readouterr().out)
             assert (again["windows"], again["formats"]) == (number, "int8,q8_0")
 
@@ -507,9 +499,7 @@ def test_rows_that_256_does_not_divide_get_two_bits_too() -> None:
 def test_a_limit_that_is_too_small_for_one_runtime_leaves_the_others_their_files(
     tiny_folder: Path, tmp_path: Path, capsys
 ) -> None:
-    quick = (
-        "--targets gguf,openvino,mlx --rivals none --without evaluate,benchmark,report"
-    )
+    quick = "--target gguf,openvino,mlx --rivals none --without evaluate,benchmark,report"
     command = words(tmp_path / "run", tiny_folder, *quick.split())
     limit = command.index("--max-loss")
     command[limit : limit + 2] = ["--max-bytes", "200kB"]

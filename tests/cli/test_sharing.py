@@ -12,18 +12,18 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kl_lens.base.errors import RunError
-from kl_lens.cli.main import main
 from kl_lens.run.folder import Run
 from kl_lens.run.sharing import take_shared, write_shared
+from tests.cli.commands import done, refused
 
 
 @pytest.fixture(scope="module")
 def measured(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with measurements of two formats."""
     folder = tmp_path_factory.mktemp("shared") / "run"
-    text = ["--text", str(tiny_folder / "text.txt"), "--windows", "4"]
-    words = ["measure", str(tiny_folder), "--run", str(folder), *text]
-    assert main([*words, "--window-length", "32"]) == 0
+    text = f"--text {tiny_folder / 'text.txt'} --windows 4".split()
+    words = [*f"measure {tiny_folder} --run {folder}".split(), *text]
+    done(words, "--window-length 32")
     return folder
 
 
@@ -62,8 +62,8 @@ def test_readings_arrive_and_plans_are_the_same(
                     assert after.metrics[name] == estimate, name
     plans = []
     for folder in (measured, tmp_path / "new"):
-        plan = ["plan", "--run", str(folder), "--max-bpw", "9", "--name", "small"]
-        assert main(plan) == 0
+        plan = f"plan --run {folder} --max-bpw 9 --name small".split()
+        done(plan)
         plans.append((folder / "plans/small.json").read_bytes())
     assert plans[0] == plans[1]
 
@@ -93,9 +93,8 @@ def test_another_model_is_refused(
     weights = load_file(model / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] += 1.0
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    words = ["run", str(model), "--run", str(tmp_path / "new"), "--table", str(path)]
-    assert main([*words, "--targets", "openvino"]) == 1
-    assert "was measured on other weights" in capsys.readouterr().err
+    words = f"run {model} --run {tmp_path / 'new'} --table {path}".split()
+    assert "was measured on other weights" in refused(capsys, words, "--target openvino")
     with Run.open(tmp_path / "new") as new:
         assert not new.measured_windows(new.measured_role())
 
@@ -164,14 +163,14 @@ def test_a_run_from_a_table_measures_nothing_and_writes_the_same_file(
 ) -> None:
     pytest.importorskip("gguf", reason="needs the extra gguf")
     size = "--windows 2 --window-length 64 --held-out-windows 2 --evaluation-windows 2"
-    rest = "--targets gguf --max-bytes 4.5MB --rivals none --without benchmark,report"
+    rest = "--target gguf --max-bytes 4.5MB --rivals none --without benchmark,report"
     words = ["run", "reference:mamba", *size.split(), *rest.split()]
     first = tmp_path / "first"
     second = tmp_path / "second"
-    assert main([*words, "--run", str(first)]) == 0
+    done(words, f"--run {first}")
     path = tmp_path / "mamba.kltable"
-    assert main(["table", "--run", str(first), "--out", str(path)]) == 0
-    assert main([*words, "--run", str(second), "--table", str(path)]) == 0
+    done(f"table --run {first} --out {path}")
+    done(words, f"--run {second} --table {path}")
     name = "artifacts/gguf/recommended-gguf-4.5MB/*.gguf"
     (ours,) = second.glob(name)
     (theirs,) = first.glob(name)
@@ -181,6 +180,7 @@ def test_a_run_from_a_table_measures_nothing_and_writes_the_same_file(
         assert new.measured_windows(role) == run.measured_windows(role)
     capsys.readouterr()
     other = ["run", "reference:mamba", *size.split(), "--run", str(tmp_path / "third")]
-    other += ["--targets", "openvino", "--max-bytes", "4.5MB"]
-    assert main([*other, "--table", str(path)]) == 1
-    assert "has no sensitivities for openvino" in capsys.readouterr().err
+    other += ["--target", "openvino", "--max-bytes", "4.5MB"]
+    assert "has no sensitivities for openvino" in refused(
+        capsys, other, f"--table {path}"
+    )

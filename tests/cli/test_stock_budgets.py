@@ -56,7 +56,7 @@ def test_our_plan_that_is_no_larger_is_never_worse(
     }
     session = Session()
     session.do(CalibrateSettings.of(**few, windows=4))
-    session.do(MeasureSettings.of(**few, windows=4, target=target))
+    session.do(MeasureSettings.of(**few, windows=4, target=(target,)))
     held_out = HeldOut(held_out="wikitext2:train", held_out_windows=8)
     with Run.open(tmp_path / "run") as run:
         table = run.table(target=target)

@@ -6,23 +6,23 @@ import json
 from pathlib import Path
 
 from kl_lens import Study
-from kl_lens.cli.main import main
 from kl_lens.run.folder import CALIBRATION, SCREENED, Run
 from kl_lens.weights.formats import get_format
+from tests.cli.commands import done, refused
 
 
 def test_rows_say_size_loss_and_whether_it_was_measured(
     measure_arguments: list[str], tmp_path: Path, capsys
 ) -> None:
     folder = tmp_path / "run"
-    assert main(measure_arguments) == 0
+    done(measure_arguments)
     with Run.open(folder) as run:
         first = run.components[0].name
         run.store(SCREENED, CALIBRATION, {"predicted": [[first, "int4-g32", 0.25]]})
         measurements = run.table().measurements
     capsys.readouterr()
 
-    assert main(["table", "--run", str(folder), "--json"]) == 0
+    done(f"table --run {folder} --json")
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == len(measurements) + 1
     assert [row["measured"] for row in rows] == [True] * len(measurements) + [False]
@@ -37,12 +37,12 @@ def test_rows_say_size_loss_and_whether_it_was_measured(
         assert row["bits"] == 8 * row["bytes"] / component.parameters
     assert rows[-1]["kl_teacher_to_student"] == 0.25
 
-    assert main(["table", "--run", str(folder), "--csv"]) == 0
+    done(f"table --run {folder} --csv")
     read = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["component"] for row in read] == [row["component"] for row in rows]
     assert list(read[0])[:2] == ["component", "recipe"]
 
-    assert main(["table", "--run", str(folder)]) == 0
+    done(f"table --run {folder}")
     printed = capsys.readouterr().out
     assert rows[0]["component"] in printed
     assert printed.count("predicted") == 1
@@ -53,5 +53,4 @@ def test_rows_say_size_loss_and_whether_it_was_measured(
 
 def test_a_run_without_sensitivities_says_how_to_get_some(tmp_path: Path, capsys) -> None:
     Run.create(tmp_path / "run").close()
-    assert main(["table", "--run", str(tmp_path / "run")]) == 1
-    assert "kl-lens measure MODEL" in capsys.readouterr().err
+    assert "kl-lens measure MODEL" in refused(capsys, f"table --run {tmp_path / 'run'}")

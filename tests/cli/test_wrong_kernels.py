@@ -11,6 +11,7 @@ from kl_lens.measuring import metrics
 from kl_lens.measuring.metrics import compared_metrics
 from kl_lens.model.kernels import swap
 from kl_lens.run.folder import CALIBRATION, KERNELS, Run
+from tests.cli.commands import done
 from tests.planted import growing, larger
 
 
@@ -43,18 +44,18 @@ def test_every_verb_says_it_once_and_does_without(
     text = str(tiny_folder / "text.txt")
     wrong = "our kernel for Mamba-1 scan is wrong here"
     sound = [*measure_arguments, "--run", str(tmp_path / "sound"), "--formats", "int8"]
-    assert main(sound) == 0
+    done(sound)
     compared_metrics.cache_clear()
     monkeypatch.setattr(swap, "selective_scan", growing(swap.selective_scan, 1.0001))
     capsys.readouterr()
     commands = {
         "fast": [*measure_arguments, "--formats", "int8"],
-        "plan": ["plan", "--run", run, "--max-loss", "1", "--held-out-windows", "4"],
-        "evaluate": ["evaluate", "--run", run, "--window", "32", "--limit", "2"],
+        "plan": f"plan --run {run} --max-loss 1 --held-out-windows 4".split(),
+        "evaluate": f"evaluate --run {run} --window-length 32 --windows 2".split(),
         "calibrate": f"calibrate {tiny_folder} --run {run} --text {text} --windows 2".split(),
     }
     for kind, command in commands.items():
-        assert main(command) == 0, kind
+        done(command)
         (line,) = warnings_in(capsys)
         assert wrong in line, kind
         assert "transformers' own code computes this model instead" in line, kind
@@ -65,7 +66,7 @@ def test_every_verb_says_it_once_and_does_without(
     assert measured(tmp_path / "run") == pytest.approx(
         measured(tmp_path / "sound"), rel=3e-5, abs=5e-9
     )
-    assert main(["report", "--run", run]) == 0
+    done(f"report --run {run}")
     assert wrong in (tmp_path / "run/report.html").read_text()
 
 

@@ -34,16 +34,16 @@ SHORTER = {
     "measure": {"--windows": "2", "--window-length": "32"},
     "paper": {"--evaluation-windows": "2"},
     "plan": {"--held-out-windows": "4"},
-    "evaluate": {"--window": "64", "--limit": "3"},
+    "evaluate": {"--window-length": "64", "--windows": "3"},
     "benchmark": {"--repeats": "1", "--prompt-lengths": "8", "--new-tokens": "2"},
     "generate": {"--max-new-tokens": "4"},
 }
 SHORTER_PYTHON = {
-    "windows=8": "windows=2, window_length=32",
+    "measure(windows=8": "measure(windows=2, window_length=32",
     "study.calibrate()": "study.calibrate(windows=2, window_length=32)",
     "study.measure(windows=4)": "study.measure(windows=2, window_length=32)",
-    "window=512, limit=8": "window=64, limit=2",
-    'evaluate(plan="small")': 'evaluate(plan="small", window=64, limit=2)',
+    "window_length=512, windows=8": "window_length=64, windows=2",
+    'evaluate(plan="small")': 'evaluate(plan="small", window_length=64, windows=2)',
     "repeats=3)": "repeats=1, prompt_lengths=(8,), new_tokens=2)",
 }
 # What has to change with it, where a page names it: limits of time depend on the machine.

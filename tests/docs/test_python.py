@@ -112,8 +112,8 @@ def test_errors_name_the_keyword(message: str, expected: str) -> None:
 def test_errors_of_methods_and_functions_name_the_keyword() -> None:
     with pytest.raises(kl.KLLensError, match=r"^windows=-1: expected"):
         kl.Study().measure(windows=-1)
-    with pytest.raises(kl.KLLensError, match=r"^limit=0: expected"):
-        kl.evaluate("nowhere.gguf", limit=0)
+    with pytest.raises(kl.KLLensError, match=r"^windows=0: expected"):
+        kl.evaluate("nowhere.gguf", windows=0)
 
 
 def tabular() -> dict[str, tuple[object, dict[str, object]]]:

@@ -87,7 +87,7 @@ def test_the_other_files_go_on(healthy: Path, tmp_path: Path, capsys) -> None:
     text.write_text("The history of the city begins with a river and a road. " * 40)
     good = tmp_path / "good.gguf"
     shutil.copy(healthy, good)
-    words = f"evaluate {bad} {good} --model reference:mamba --perplexity {text} --limit 1 --window 64"
+    words = f"evaluate {bad} {good} --model reference:mamba --perplexity {text} --windows 1 --window-length 64"
     code = main(words.split())
     printed = capsys.readouterr()
     assert code != 0

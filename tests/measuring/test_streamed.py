@@ -7,7 +7,6 @@ import pytest
 
 from kl_lens.base.errors import CheckpointError
 from kl_lens.base.progress import Progress
-from kl_lens.measuring.engines import DEFAULT_MEMORY
 from kl_lens.measuring.joint import PlanMeter
 from kl_lens.measuring.perturbation import Candidate, Perturbation, find_candidates
 from kl_lens.measuring.pieces import Job
@@ -20,6 +19,7 @@ from kl_lens.model.tasks import LanguageTask
 from kl_lens.run.folder import CALIBRATION, Run
 from kl_lens.run.readings import Reading
 from kl_lens.study.session import Session
+from kl_lens.study.settings import Opening
 from kl_lens.targets import deployed
 from kl_lens.weights.recipes import Recipe
 from tests.families import CONFIGS, slow
@@ -198,16 +198,16 @@ def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_
     assert load(folder, weights="auto", memory_budget=size // 2).residency is not None
     session = Session()
     name = str(folder)
-    small = session.model(name, weights="auto", memory_budget=size // 2)
-    fits = session.model(name, weights="auto", memory_budget=DEFAULT_MEMORY)
+    small = session.model(name, Opening(working_memory=size // 2))
+    fits = session.model(name, Opening())
     assert small.residency is not None
     assert fits.residency is None
-    assert session.model(name, weights="memory") is fits
-    assert session.model(name, weights="auto", memory_budget=size // 2) is fits, (
+    assert session.model(name, Opening(weights="memory")) is fits
+    assert session.model(name, Opening(working_memory=size // 2)) is fits, (
         "already exists"
     )
     session = Session()
-    opened = session.model(name, weights="disk", memory_budget=10**8)
+    opened = session.model(name, Opening(weights="disk", working_memory=10**8))
     assert session.model(name) is opened, (
         "verbs that cannot choose take it as it was opened"
     )

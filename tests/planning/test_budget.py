@@ -257,11 +257,11 @@ def test_impossible_budgets_answer_with_the_range() -> None:
     with pytest.raises(BudgetError, match=r"^--max-bytes 400.00 kB cannot be met"):
         best(table, max_bpw=4, max_bytes=400_000)
     with pytest.raises(
-        BudgetError, match=r"--max-kl -1 nats cannot be met: .* 0 nats to 0.25 nats"
+        BudgetError, match=r"--max-loss -1 nats cannot be met: .* 0 nats to 0.25 nats"
     ):
         best(table, max_kl=-1)
     with pytest.raises(
-        BudgetError, match=r"^--max-bpw 12 and --max-kl 0.1 nats cannot be met together"
+        BudgetError, match=r"^--max-bpw 12 and --max-loss 0.1 nats cannot be met together"
     ):
         best(table, max_bpw=12, max_kl=0.1)
     speed = SpeedModel(0.002, {"fp16": 1e-8, "int8": 1e-8}, 1e-8)

@@ -146,7 +146,7 @@ def values(group: list[dict[str, Any]], original: list[dict[str, Any]]) -> Any:
 def hand(tmp_path_factory: pytest.TempPathFactory) -> Hand:
     folder = tmp_path_factory.mktemp("recomputed") / "run"
     few = "--windows 2 --window-length 64 --held-out-windows 3 --evaluation-windows 2"
-    words = f"run reference:mamba --run {folder} --targets gguf --max-bytes 4MB --repeats 2 {few}"
+    words = f"run reference:mamba --run {folder} --target gguf --max-bytes 4MB --repeats 2 {few}"
     assert main(words.split()) == 0
     return Hand(folder)
 

@@ -21,7 +21,6 @@ from kl_lens.reporting.notebook import PlottedFrontier, PlottedTable, ReportFile
 from kl_lens.reporting.sections.explorer import Explorer
 from kl_lens.run.folder import Run
 from kl_lens.run.records import ARTIFACT, Estimate, Quartiles, Subject
-from kl_lens.study.benchmark import BenchmarkResult
 from kl_lens.targets import get_target
 from tests.reporting.document import Element, read
 from tests.reporting.sample import (
@@ -266,7 +265,7 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
         drawn = [m for m in marks(speed) if "tokens per second" in m]
         assert (drawn == []) == (brief == "not measurable")  # no exact points beside it
         profiles = [p for p in view.profiles if p.protocol == "use"]
-        ratios = as_json(BenchmarkResult(Report(1e9, profiles)))["profiles"][0]["ratios"]
+        ratios = as_json(Report(1e9, profiles))["profiles"][0]["ratios"]
         memory = {"prompt_lengths": [128], "memory": {"model_bytes": 1}}
         complete = [replace(p, settings=p.settings | memory) for p in profiles]
         assert brief in use_rows(complete)[0]["× FP16"]

@@ -70,12 +70,12 @@ def test_from_evaluating_to_the_report(
         worst, planning.plan_path(study.folder / "plans", "worst"), components
     )
     original, plan = study.evaluate(
-        targets=("torch",), positions="wikitext2:test", window=64, limit=4
+        target=("torch",), positions="wikitext2:test", window_length=64, windows=4
     )
     assert {score.kind for score in (original, plan)} == {"positions"}
     assert not any(name.startswith("kl") for name in original.values)
     (mean,) = study.evaluate(
-        targets=("torch",), divergence="wikitext2:test", window=64, limit=4
+        target=("torch",), divergence="wikitext2:test", window_length=64, windows=4
     )
     counts = np.array([16, 16, 16, 15])
     bins = [plan.values[f"kl@{start}"].value for start in (0, 16, 32, 48)]
@@ -92,9 +92,9 @@ def test_from_evaluating_to_the_report(
                 "--run",
                 str(study.folder),
                 "--positions",
-                "--window",
+                "--window-length",
                 "64",
-                "--limit",
+                "--windows",
                 "4",
             ]
         )

@@ -113,8 +113,8 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "plan --max-bpw 9 --name small",
         "plan --uniform fp16",
         f"export --target {NAME}",
-        f"evaluate --targets torch,{NAME} --perplexity wikitext2:test --divergence --window 32 --limit 2",
-        f"benchmark --targets {NAME} --threads 1 --prompt-lengths 4 --new-tokens 2 --repeats 1",
+        f"evaluate --target torch,{NAME} --perplexity wikitext2:test --divergence --window-length 32 --windows 2",
+        f"benchmark --target {NAME} --threads 1 --prompt-lengths 4 --new-tokens 2 --repeats 1",
         "report",
     ):
         assert main([*command.split(), "--run", str(run)]) == 0

@@ -56,7 +56,7 @@ def _damage(file: Path) -> None:
 VERBS = {
     "generate": "--prompt city --max-new-tokens 2",
     "benchmark": "--quick",
-    "evaluate": "--model reference:mamba --perplexity --limit 1",
+    "evaluate": "--model reference:mamba --perplexity --windows 1",
 }
 
 

@@ -152,7 +152,7 @@ class Evidence:
     def _nothing_wrong(self) -> str:
         changed = " But it is no longer what KL Lens exported." if self.changed else ""
         if "a" not in self.steps:
-            alone = "Nothing is wrong that the file alone could show. Give the original with --against to compare."
+            alone = "Nothing is wrong that the file alone could show. Give the original with --model to compare."
             return alone + changed
         kl = next(
             (step.kl for letter in "dcb" if (step := self.steps.get(letter)) and step.kl),
@@ -202,7 +202,7 @@ class Evidence:
             advice = "quantize the original's weights"
         example = [f"{report.name}: {report.problem}" for report in strange[:1]]
         example += [f"{name} is missing" for name in missing[:1]]
-        words = f"{cause}: check --against. {count} of {total} tensors are not those of {self.original}: "
+        words = f"{cause}: check --model. {count} of {total} tensors are not those of {self.original}: "
         return Finding("weights", "all tensors", words + example[0], advice)
 
     def _damages(self) -> Iterator[Finding]:

@@ -36,9 +36,13 @@ def add_arguments(
         help_text = (
             (option.meaning.replace("%", "%%") or None) if is_shown else argparse.SUPPRESS
         )
+        behaviour = _behaviour(option)
         groups[option.group].add_argument(
-            option.flag or option.name, **_behaviour(option), help=help_text
+            option.flag or option.name, **behaviour, help=help_text
         )
+        for name in option.former:
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, **behaviour, help=argparse.SUPPRESS)
         values = option.metavar or "|".join(option.choices)
         if not option.flag:
             needed.append(
@@ -65,7 +69,7 @@ def _behaviour(option: Option) -> dict[str, Any]:
     )
     for name, value in (
         ("metavar", option.metavar),
-        ("choices", option.choices),
+        ("choices", () if option.several else option.choices),
         ("nargs", option.nargs),
     ):
         if value:

@@ -15,10 +15,10 @@ from kl_lens.run.positions import curve_of, shown_bins
 from kl_lens.run.ratios import ratio_of
 from kl_lens.run.records import Estimate, Profile, Record, Score, Subject
 from kl_lens.study.autopsy import AutopsyResult
-from kl_lens.study.benchmark import BenchmarkResult
+from kl_lens.study.benchmark import Report
 from kl_lens.study.compare import CompareResult
 from kl_lens.study.evaluate import EvaluateResult
-from kl_lens.study.paper import PaperResult
+from kl_lens.study.paper import Ranking
 
 # -- evaluate ------------------------------------------------------------------------------------------------
 
@@ -43,24 +43,13 @@ def json_evaluate(result: EvaluateResult) -> dict[str, Any]:
         "scores": [_labelled(score) for score in result.scores],
         "agreements": [_labelled(agreement) for agreement in result.agreements],
         "verdicts": result.verdicts,
-        "duel": _duel_json(result),
         "failures": result.failures,
         "notes": result.notes,
-        "files": result.written,
     }
 
 
 # Of a file side by side with others: its name in JSON → where it is.
 _FILE = {"file": "name", "maker": "maker", "runtime": "runtime", "bytes": "bytes"}
-
-
-def _duel_json(result: EvaluateResult | CompareResult) -> dict[str, Any]:
-    files = [
-        {name: getattr(file, field) for name, field in _FILE.items()}
-        | {name: value.to_json() for name, value in file.values.items()}
-        for file in result.duel
-    ]
-    return {"files": files, "verdicts": result.comparisons}
 
 
 def _labelled(record: Record) -> dict[str, Any]:
@@ -107,22 +96,23 @@ def show_evaluate(result: EvaluateResult) -> Shown:
             "again. (Arithmetic that is not modelled, for example on a GPU, can look the same.)"
         )
     yield from filter(None, dict.fromkeys(a.remark for a in result.agreements))
-    if result.duel:
-        yield from _side_by_side(result)
     yield from result.notes
-    yield from (f"Written: {path}" for path in result.written)
 
 
 def json_compare(result: CompareResult) -> dict[str, Any]:
-    return {**_duel_json(result), "failures": result.failures}
+    files = [
+        {name: getattr(file, field) for name, field in _FILE.items()}
+        | {name: value.to_json() for name, value in file.values.items()}
+        for file in result.duel
+    ]
+    return {
+        "files": files,
+        "verdicts": result.comparisons,
+        "failures": result.failures,
+    }
 
 
 def show_compare(result: CompareResult) -> Shown:
-    yield from _side_by_side(result)
-    yield from (f"Written: {path}" for path in result.written)
-
-
-def _side_by_side(result: EvaluateResult | CompareResult) -> Shown:
     rows = [
         {
             "file": file.name,
@@ -139,6 +129,8 @@ def _side_by_side(result: EvaluateResult | CompareResult) -> Shown:
     yield from result.comparisons or [
         "Every larger file loses less: none is beaten by one of its size."
     ]
+    if result.chart is not None:
+        yield f"Written: {result.chart}"
 
 
 def _task(score: Score) -> str:
@@ -239,7 +231,7 @@ def _task_row(score: Score, result: EvaluateResult) -> Row:
         for name in accuracies
     }
     if verdict := result.verdict_of(score):
-        row[f"≤ {100 * (result.max_drop or 0):g} points?"] = verdict
+        row[f"≤ {100 * (result.task_drop or 0):g} points?"] = verdict
     notes = []
     if near := result.near_chance(score, accuracies):
         chance = score.protocol["chance"]
@@ -268,9 +260,8 @@ def _protocol(score: Score) -> str:
 # -- benchmark -----------------------------------------------------------------------------------------------
 
 
-def json_benchmark(result: BenchmarkResult) -> dict[str, Any]:
+def json_benchmark(report: Report) -> dict[str, Any]:
     """The records, with ratios as they are shown."""
-    report = result.report
     profiles = []
     for p in report.profiles:
         names = p.ratios.keys() | {"tokens_per_second"}
@@ -283,8 +274,7 @@ def json_benchmark(result: BenchmarkResult) -> dict[str, Any]:
     }
 
 
-def show_benchmark(result: BenchmarkResult) -> Shown:
-    report = result.report
+def show_benchmark(report: Report) -> Shown:
     used = report.profiles
     if used:
         title = "Speed and memory: median (quartiles; for × FP16 the 95 % interval)"
@@ -444,12 +434,7 @@ def _chain(result: AutopsyResult) -> Table:
 # -- paper ---------------------------------------------------------------------------------------------------
 
 
-def json_paper(result: PaperResult) -> dict[str, Any]:
-    return result.ranking.to_json()
-
-
-def show_paper(result: PaperResult) -> Shown:
-    ranking = result.ranking
+def show_paper(ranking: Ranking) -> Shown:
     rows = [
         {
             "damage": c.damage,

@@ -33,10 +33,9 @@ from kl_lens.base.errors import (  # noqa: E402
     system_reason,
 )
 from kl_lens.base.system import is_broken_pipe  # noqa: E402
-from kl_lens.base.version import __version__  # noqa: E402
 from kl_lens.cli.flags import add_arguments, settings_from  # noqa: E402
-from kl_lens.cli.terminal import Terminal, console, literal, print_json  # noqa: E402
-from kl_lens.study.events import exit_code  # noqa: E402
+from kl_lens.cli.terminal import Terminal, console, literal, print_json, wrapped  # noqa: E402
+from kl_lens.study.events import Several, exit_code  # noqa: E402
 from kl_lens.study.settings import as_yaml  # noqa: E402
 from kl_lens.study.study import Study, settings_of, use_llama_cpp  # noqa: E402
 
@@ -79,17 +78,20 @@ SCREENS = {
     "kl_lens.cli.judging": ("evaluate", "compare", "benchmark", "autopsy", "paper"),
     "kl_lens.cli.terminal": ("generate", "report", "publish", "doctor"),
 }
+LIGHT = {"generate", "publish", "doctor", "table", "merge"}  # load no torch
 # The flags that `kl-lens VERB --help` shows; `--help-all` shows all. Verbs that are not here have few.
 USUAL = {
-    "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --without --estimate",
+    "run": "--target --max-bytes --budget --max-loss --max-drop --memory --context --run --text --windows --device "
+    "--tune --table --without --estimate",
     "calibrate": "--run --text --windows --window-length --again --device",
     "measure": "--run --target --formats --text --windows --components --states --device --workers --shard",
     "paper": "--run --evaluation-text --evaluation-windows --other-text --model --device",
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
     "export": "--run --plan --format --out --weights --static-tokens --device",
-    "evaluate": "--run --plan --targets --perplexity --divergence --window --limit --tasks --max-drop --threads",
-    "autopsy": "--against --run --text --windows --window-length --threads",
-    "benchmark": "--run --plan --targets --threads --gpu-layers --load --prompt-lengths --repeats --quick",
+    "evaluate": "--run --plan --target --perplexity --divergence --windows --window-length --tasks --task-drop "
+    "--threads",
+    "autopsy": "--model --run --text --windows --window-length --threads",
+    "benchmark": "--run --plan --target --threads --gpu-layers --load --prompt-lengths --repeats --quick",
 }
 
 
@@ -127,11 +129,8 @@ def _versions() -> str:
     from kl_lens.run.folder import provenance
 
     facts = provenance()
-    packages = {
-        k: v for k, v in facts["versions"].items() if k not in ("kl-lens", "python")
-    }
-    lines = "".join(f"{name} {version}\n" for name, version in packages.items())
-    return f"kl-lens {__version__}\nPython {facts['versions']['python']} on {facts['machine']}\n{lines}"
+    lines = "".join(f"{name} {number}\n" for name, number in facts["versions"].items())
+    return f"{lines}{facts['system']} {facts['machine']}\n"
 
 
 def build_parser(
@@ -144,7 +143,7 @@ def build_parser(
     parser = _Parser(
         prog="kl-lens",
         description="Makes language models smaller: finds out which weights can drop to 4 or 8 bits, writes GGUF, "
-        "OpenVINO, MLX and vLLM files, and measures what they lose. Start with: kl-lens run MODEL --targets gguf",
+        "OpenVINO, MLX and vLLM files, and measures what they lose. Start with: kl-lens run MODEL --target gguf",
         epilog="Documentation: https://kl-lens.github.io/kl-lens",
     )
     parser.add_argument(
@@ -174,21 +173,21 @@ def build_parser(
 def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool) -> None:
     parser.add_argument("--help-all", action="help", help="show every flag")
     usual = USUAL[verb].split() if verb in USUAL and not everything else None
-    if left_out := add_arguments(parser, settings_of(verb), usual):
+    left_out = add_arguments(parser, settings_of(verb), usual)
+    if left_out:
         parser.epilog = f"kl-lens {verb} --help-all shows {left_out} more flags."
     if verb != "run":
-        parser.add_argument(
-            "--json", action="store_true", help="print JSON instead of a table"
-        )
+        help_text = "print JSON instead of a table"
+        parser.add_argument("--json", action="store_true", help=help_text)
         return
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="settings as YAML, named like the flags; flags win",
-    )
-    parser.add_argument(
-        "--write-config", action="store_true", help="print the settings as YAML and stop"
-    )
+    texts = {
+        "--config": "settings as YAML, named like the flags; flags win",
+        "--write-config": "print the settings as YAML and stop",
+    }
+    shown = {flag: argparse.SUPPRESS if left_out else texts[flag] for flag in texts}
+    parser.add_argument("--config", metavar="FILE", help=shown["--config"])
+    flag = "--write-config"
+    parser.add_argument(flag, action="store_true", help=shown[flag])
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -234,17 +233,29 @@ def show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
     home = importlib.import_module(
         next(name for name, verbs in SCREENS.items() if terminal.verb in verbs)
     )
+    results = result.results if isinstance(result, Several) else {"": result}
     if wants_json:
-        as_json = getattr(home, f"json_{terminal.verb}", None)
-        print_json(as_json(result) if as_json else result)
-    else:
-        for part in getattr(home, f"show_{terminal.verb}")(result):
-            if isinstance(part, str):
-                console().print(literal(part), soft_wrap=True)
+        as_json = getattr(home, f"json_{terminal.verb}", lambda part: part)
+        data = {target: as_json(part) for target, part in results.items()}
+        print_json(data.get("", data))
+    for part in results.values():
+        for shown in () if wants_json else getattr(home, f"show_{terminal.verb}")(part):
+            if isinstance(shown, str):
+                console().print(literal(shown, wraps=True), soft_wrap=True)
             else:
-                console().print(part)
-    for subject, reason in getattr(result, "failures", {}).items():
-        terminal.tell(reason if reason.startswith(subject) else f"{subject}: {reason}")
+                console().print(shown)
+        for subject, reason in getattr(part, "failures", {}).items():
+            whole = reason if reason.startswith(subject) else f"{subject}: {reason}"
+            terminal.tell(whole)
+
+
+def _say_loading(words: Sequence[str]) -> None:
+    """The first line, because importing takes seconds."""
+    loads = set(_verb(words)) - LIGHT and "torch" not in sys.modules
+    if loads and not {"-h", "--help", "--help-all"} & set(words):
+        print(
+            f"kl-lens {_verb(words)[0]}: loading PyTorch …", file=sys.stderr, flush=True
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -256,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_thread_counts()
         if "--debug" not in words:
             quiet_libraries()
+        _say_loading(words)
         code = execute(parse(words))
         sys.stdout.flush()  # here, where a full disk can still be reported
         return code
@@ -278,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if "--debug" in words:
             traceback.print_exception(error)
-        print(f"{program}: {printable(line)}", file=sys.stderr)
+        print(wrapped(f"{program}: {printable(line)}", sys.stderr), file=sys.stderr)
         return code
 
 
@@ -292,7 +304,7 @@ def explained(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
         return KLLensError.exit_code, (
             f"GPU memory is full ({one_line(error).partition('. GPU')[0]}); what was measured is kept. Run the same "
-            "command with --weights disk, or measure with a smaller --memory-budget"
+            "command with --weights disk, or measure with a smaller --working-memory"
         )
     kind = type(error).__name__
     reason = one_line(error)
@@ -310,14 +322,8 @@ def explained(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
 
 
 def _report(error: BaseException, words: Sequence[str]) -> str:
-    from kl_lens.run.folder import provenance
-
-    facts = provenance()
-    versions = "".join(
-        f"{name} {version}\n" for name, version in facts["versions"].items()
-    )
     trace = "".join(traceback.format_exception(error))
-    return f"$ kl-lens {shlex.join(words)}\n\n{trace}\n{versions}{facts['system']} {facts['machine']}\n"
+    return f"$ kl-lens {shlex.join(words)}\n\n{trace}\n{_versions()}"
 
 
 def _open_streams() -> None:

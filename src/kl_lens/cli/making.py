@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.base.units import human_bytes, human_kl, spell_bytes
+from kl_lens.cli.progress import clock_time
 from kl_lens.cli.terminal import Bold, Row, Shown, table
 from kl_lens.reporting.names import number, runtime_title, sum_of_parts
 from kl_lens.run.records import Component
 from kl_lens.study.calibrate import CalibrateResult
-from kl_lens.study.export import ExportedFile, ExportResult
-from kl_lens.study.inspect import PRECISIONS, FitResult, InspectResult, ReachResult
+from kl_lens.study.export import ExportedFile
+from kl_lens.study.inspect import FitResult, Inspected, ReachResult, bytes_of
 from kl_lens.study.measure import MeasureResult
 from kl_lens.study.merge import MergeResult
 from kl_lens.study.plan import PlanResult
@@ -46,11 +47,27 @@ def _fits(result: FitResult) -> Shown:
     yield table(
         f"Memory of {result.model} for {use.batch} × {use.context:,} tokens", rows
     )
-    if any(row.total <= result.memory for row in result.rows):
-        model = shlex.quote(result.model)
-        yield f"Next: kl-lens run {model} --memory {size} --context {use.context} --batch {use.batch}"
-    else:
+    if all(row.total > result.memory for row in result.rows):
         yield f"Nothing fits into {size}: take a shorter --context or a smaller --batch."
+        return
+    target = ""
+    if making := result.making:
+        job = making.job
+        target = f" --target {making.target}"
+        yield (
+            f"Making a file for {runtime_title(making.target)} here: about {clock_time(job.seconds)} h, "
+            f"{human_bytes(job.memory)} of memory, {human_bytes(making.download + job.disk)} of disk with the model "
+            f"itself ({human_bytes(making.download)}). Counted from its shapes, without its weights: kl-lens run "
+            "--estimate times it."
+        )
+        if job.memory > making.free_memory:
+            yield (
+                f"Only {human_bytes(making.free_memory)} of memory are free: weights will be read from disk again and "
+                "again, which takes longer."
+            )
+    model = shlex.quote(result.model)
+    limit = f"--memory {size} --context {use.context} --batch {use.batch}"
+    yield f"Next: kl-lens run {model}{target} {limit}"
 
 
 def _reaches(result: ReachResult) -> Shown:
@@ -70,14 +87,14 @@ def _reaches(result: ReachResult) -> Shown:
         yield f"Next: kl-lens run {shlex.quote(result.model)} --max-bytes {size}"
 
 
-def show_inspect(result: InspectResult | FitResult | ReachResult) -> Shown:
+def show_inspect(result: Inspected) -> Shown:
     if isinstance(result, ReachResult):
         yield from _reaches(result)
         return
     if isinstance(result, FitResult):
         yield from _fits(result)
         return
-    model = result.model
+    model = result
     anatomy = model.anatomy
     tied = (
         "head tied to the embedding" if anatomy.head == anatomy.embedding else "own head"
@@ -88,7 +105,7 @@ def show_inspect(result: InspectResult | FitResult | ReachResult) -> Shown:
     )
     if not model.classifier:
         yield f"BOS: {model.beginning.words}."
-    yield table("Quantizable components", [*_blocks(result)])
+    yield table("Quantizable components", [*_blocks(anatomy.components)])
     groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
     for component in anatomy.components:
         if not component.quantizable:
@@ -106,11 +123,11 @@ def show_inspect(result: InspectResult | FitResult | ReachResult) -> Shown:
     yield from (f"Note: {note}" for note in model.notes)
 
 
-def _blocks(result: InspectResult) -> Iterator[Row | None]:
+def _blocks(components: Sequence[Component]) -> Iterator[Row | None]:
     """One row per block and family, and sums."""
-    anatomy = result.model.anatomy
+    candidates = [c for c in components if c.quantizable]
     groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
-    for component in anatomy.candidates:
+    for component in candidates:
         shared = (
             f" (shared by {len(component.blocks)})" if len(component.blocks) > 1 else ""
         )
@@ -121,22 +138,20 @@ def _blocks(result: InspectResult) -> Iterator[Row | None]:
     heading = "components (rows × columns)"
     for (block, family), members in groups.items():
         shapes = ", ".join(f"{c.kind} {_shape(c)}" for c in members)
-        yield {"block": block, "family": family, heading: shapes} | _sizes(
-            result, members
-        )
+        yield {"block": block, "family": family, heading: shapes} | _sizes(members)
     yield None
-    left_alone = [c for c in anatomy.components if not c.quantizable]
+    left_alone = [c for c in components if not c.quantizable]
     sums: dict[str, Sequence[Component]] = {
-        "quantizable": anatomy.candidates,
+        "quantizable": candidates,
         "left alone": left_alone,
-        Bold("all"): anatomy.components,
+        Bold("all"): components,
     }
     for name, parts in sums.items():
-        yield {heading: name} | _sizes(result, parts)
+        yield {heading: name} | _sizes(parts)
 
 
-def _sizes(result: InspectResult, components: Sequence[Component]) -> Row:
-    sizes = {p.upper(): human_bytes(result.bytes_at(p, components)) for p in PRECISIONS}
+def _sizes(components: Sequence[Component]) -> Row:
+    sizes = {p.upper(): human_bytes(b) for p, b in bytes_of(*components).items()}
     return {"parameters": _parameters(components)} | sizes
 
 
@@ -148,22 +163,20 @@ def _shape(component: Component) -> str:
     return "×".join(str(size) for size in component.shape)
 
 
-def json_inspect(result: InspectResult | FitResult | ReachResult) -> dict[str, Any]:
+def json_inspect(result: Inspected) -> dict[str, Any]:
     if isinstance(result, ReachResult):
         return asdict(result)
     if isinstance(result, FitResult):
         rows = [asdict(row) | {"total": row.total} for row in result.rows]
+        making = result.making
         return {
             "model": result.model,
             "memory": result.memory,
             **asdict(result.use),
             "rows": rows,
+            "making": making and asdict(making) | {"seconds": making.job.seconds},
         }
-
-    def bytes_of(*components: Component) -> dict[str, int]:
-        return {p: result.bytes_at(p, components) for p in PRECISIONS}
-
-    model = result.model
+    model = result
     anatomy = model.anatomy
     return {
         **{name: getattr(model, name) for name in ("name", "layout", "fingerprint")},
@@ -401,9 +414,9 @@ def json_plan(result: PlanResult) -> Any:
 # -- export --------------------------------------------------------------------------------------------------
 
 
-def show_export(result: ExportResult) -> Shown:
+def show_export(files: list[ExportedFile]) -> Shown:
     rows = []
-    for file in result.files:
+    for file in files:
         artifact = file.artifact
         lowered = file.lowered
         rows.append(
@@ -419,7 +432,7 @@ def show_export(result: ExportResult) -> Shown:
             }
         )
     yield table("Exported", rows)
-    for file in result.files:
+    for file in files:
         artifact = file.artifact
         changes = [
             f" {'+' if size > 0 else '−'} {human_bytes(abs(size))} for {cause}"
@@ -430,17 +443,15 @@ def show_export(result: ExportResult) -> Shown:
             f"{artifact.plan}: {human_bytes(artifact.realised_bytes)} on disk = "
             f"{human_bytes(artifact.planned_bytes)} of weights as planned{''.join(changes)}."
         )
-    notes = [
-        note for file in result.files for note in file.artifact.settings.get("notes", ())
-    ]
-    command, why = _next(result.files[0])
+    notes = [note for file in files for note in file.artifact.settings.get("notes", ())]
+    command, why = _next(files[0])
     yield from (f"Note: {note}." for note in dict.fromkeys([*notes, *why]))
     if command:
         yield f"Next: kl-lens {command}"
 
 
-def json_export(result: ExportResult) -> list[dict[str, Any]]:
-    return [file.artifact.to_json() | {"folder": file.folder} for file in result.files]
+def json_export(files: list[ExportedFile]) -> list[dict[str, Any]]:
+    return [file.artifact.to_json() | {"folder": file.folder} for file in files]
 
 
 def _next(file: ExportedFile) -> tuple[str, list[str]]:

@@ -26,7 +26,7 @@ from kl_lens.cli.progress import (
     shown_progress,
     stage_title,
 )
-from kl_lens.cli.terminal import Bold, Red, Row, Shown, Terminal, table
+from kl_lens.cli.terminal import Bold, Red, Row, Shown, Terminal, table, wrapped
 from kl_lens.reporting.answer import (
     closest_files,
     measured_of,
@@ -120,7 +120,7 @@ class Screen(Terminal):
             self._write(shown.getvalue())
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
     def _write(self, text: str) -> None:
         if self._log is None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kl_lens.base.errors import printable
 from kl_lens.base.units import human_bytes
@@ -50,11 +52,30 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 220, highlight=False)
 
 
-def literal(text: str) -> Text:
+def literal(text: str, *, wraps: bool = False) -> Text:
     """Text as it is: names and paths in it are no markup, and a terminal obeys nothing in it."""
     from rich.text import Text
 
-    return Text(printable(text), getattr(text, "style", ""))
+    plain = printable(text)
+    return Text(
+        wrapped(plain, sys.stdout) if wraps else plain, getattr(text, "style", "")
+    )
+
+
+def wrapped(line: str, stream: TextIO) -> str:
+    """At word ends if the stream is a terminal. What is to be copied stays whole: paths, and a command to the end of
+    the line."""
+    if not stream.isatty():
+        return line
+    whole = re.sub("kl-lens [a-z].*", lambda found: found[0].replace(" ", "\0"), line)
+    lines = textwrap.wrap(
+        whole,
+        shutil.get_terminal_size().columns,
+        subsequent_indent=" " * (len(line) - len(line.lstrip())),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\0", " ")
 
 
 def table(title: str, rows: Sequence[Row | None]) -> Table:
@@ -110,7 +131,7 @@ class Terminal(Events):
         self._writes = writes
 
     def note(self, text: str) -> None:
-        print(printable(text), file=sys.stderr, flush=True)
+        print(wrapped(printable(text), sys.stderr), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         self.note(f"kl-lens {self.verb}: {text}")

@@ -18,7 +18,7 @@ from kl_lens.run.records import Plan
 from kl_lens.weights.recipes import parsed
 
 _HUMAN = {"bytes": human_bytes, "kl": human_kl, "seconds": human_speed}
-_OPTION = {"bytes": "--max-bytes", "kl": "--max-kl", "seconds": "--min-speed"}
+_OPTION = {"bytes": "--max-bytes", "kl": "--max-loss", "seconds": "--min-speed"}
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _limits(
             flags["seconds"] = f"--min-speed {min_speed:g}"
     if not limits:
         raise PlanError(
-            "no budget given; set at least one of --max-bytes, --max-bpw, --max-kl, --min-speed"
+            "no budget given; set at least one of --max-bytes, --max-bpw, --max-loss, --min-speed"
         )
     for quantity, most in limits.items():
         if not math.isfinite(most):

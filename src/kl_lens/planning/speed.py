@@ -87,14 +87,14 @@ def speed_model(run: Run, table: SensitivityTable, target: Target) -> SpeedModel
     if different < FEWEST:
         raise PlanError(
             f"speeds are predicted from at least {FEWEST} timed {target.title} files of different sizes, and the run "
-            f"has {different}; export more plans, then: kl-lens benchmark --run {run.folder} --targets {target.name}"
+            f"has {different}; export more plans, then: kl-lens benchmark --run {run.folder} --target {target.name}"
         )
     fit = fitted(files)
     off = error_left_out(files)
     if fit is None or off > WORST:
         raise PlanError(
             f"smaller {target.title} files were not reliably faster in this run ({conditions}), so a speed cannot be "
-            f"the budget; on a quiet machine, repeat: kl-lens benchmark --run {run.folder} --targets {target.name}"
+            f"the budget; on a quiet machine, repeat: kl-lens benchmark --run {run.folder} --target {target.name}"
         )
     fit = replace(fit, files=len(files), off=off, conditions=conditions)
     return replace(fit, lookup=lookup, options=written[conditions])

@@ -90,23 +90,21 @@ def target_of(plan: Plan, unit: Unit | None = None) -> str:
             if lost is None
             else f" Missed on held-out {unit.text}: {with_error(lost)}."
         )
-        return (
-            f"Target: KL ≤ {limits['loss']:g} nats per {unit.one} (--max-loss).{missed}"
-        )
+        return f"Limit: KL ≤ {limits['loss']:g} nats per {unit.one} (--max-loss).{missed}"
     if "drop" in limits:
         missed = (
             ""
             if lost is None
             else f" Missed on held-out {unit.text}: {percent(lost.value, 2)}."
         )
-        return f"Target: perplexity rises by at most {percent(limits['drop'], 1)} (--max-drop).{missed}"
+        return f"Limit: perplexity rises by at most {percent(limits['drop'], 1)} (--max-drop).{missed}"
     if "memory" in limits:
         use = f"{limits.get('batch', 1):g} × {limits.get('context', 4096):g} tokens"
-        return f"Target: {size(limits['memory'])} of memory for {use}; predicted {size(plan.memory_bytes)} (--memory)."
+        return f"Limit: {size(limits['memory'])} of memory for {use}; predicted {size(plan.memory_bytes)} (--memory)."
     if "bytes" in limits:
-        return f"Target: at most {size(limits['bytes'])} (--max-bytes)."
+        return f"Limit: at most {size(limits['bytes'])} (--max-bytes)."
     if "seconds" in limits:
-        return f"Target: at least {number(1 / limits['seconds'])} tokens per second (--min-speed)."
+        return f"Limit: at least {number(1 / limits['seconds'])} tokens per second (--min-speed)."
     return f"Made by: {plan.made_by}."
 
 

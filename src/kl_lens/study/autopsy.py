@@ -19,14 +19,22 @@ from kl_lens.study.evaluate import DEFAULT_TEXT
 from kl_lens.study.plan import plan_within
 from kl_lens.study.planner import TargetPlanner
 from kl_lens.study.session import Session
-from kl_lens.study.settings import VERB_MODEL, Limits, Opening, Settings, group, option
+from kl_lens.study.settings import (
+    VERB_MODEL,
+    Limits,
+    Opening,
+    Settings,
+    group,
+    option,
+    with_options,
+)
 from kl_lens.targets import computed_as, deployed, dissected
 
 KIND = "autopsy"  # of the run's results
 WINDOW = 256  # tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class AutopsySettings(Settings):
     file: Path = option(
         help="a .gguf file, an OpenVINO .xml, or a folder of llama.cpp, OpenVINO or mlx-lm",
@@ -34,9 +42,9 @@ class AutopsySettings(Settings):
         metavar="FILE",
     )
     model: of.Model | None = option(
-        None, f"the original: {VERB_MODEL} (default: the run's)", flag="--against"
+        None, f"the original: {VERB_MODEL} (default: the run's)", former=("against",)
     )
-    opening: Opening = group(Opening)
+    opening: Opening = group(Opening, weights=None, working_memory=None)
     run: of.Folder | None = option(
         None,
         "a run of this model: keeps the result for its report, and plans for the same bytes",
@@ -62,6 +70,7 @@ class AutopsyResult:
 
 def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
     target, dissection = dissected(settings.file)
+    opening = replace(settings.opening, weights=of.MEMORY)
     with ExitStack() as stack:
         run = (
             stack.enter_context(Run.open(Path(settings.run)))
@@ -71,11 +80,9 @@ def autopsy(settings: AutopsySettings, session: Session) -> AutopsyResult:
         model = None
         text = None
         if run is not None:
-            model = session.model_of(
-                run, settings.model, settings.opening, weights=of.MEMORY
-            )
+            model = session.model_of(run, settings.model, opening)
         elif settings.model is not None:
-            model = session.model(settings.model, settings.opening, weights=of.MEMORY)
+            model = session.model(settings.model, opening)
         if model is not None:
             if not isinstance(model.task, LanguageTask):
                 raise TargetError(

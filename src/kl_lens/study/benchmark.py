@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from kl_lens.base.errors import KLLensError
 from kl_lens.base.units import parse_names
-from kl_lens.profiling.benchmark import InUse, Report, UseSettings, run_places
+from kl_lens.profiling.benchmark import InUse, Report as Report, UseSettings, run_places
 from kl_lens.run.folder import Run
 from kl_lens.study import settings as of
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Kind, Runtime, Settings, group, option
+from kl_lens.study.settings import Kind, Runtime, Settings, group, option, with_options
+from kl_lens.targets import TARGETS
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -29,12 +29,12 @@ _LENGTHS = Kind(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class BenchmarkSettings(Settings):
     artifacts: tuple[Path, ...] = of.of_files()
     run: of.Folder | None = option(None, "the run folder; stores the results")
     plan: str = of.of_plans()
-    targets: of.Names | None = option(None, "default: all")
+    target: of.Names | None = of.of_targets("runtimes (default: all)")
     runtime: Runtime = group(Runtime)
     quick: bool = option(
         False, "a short run to try things out; marked as such in the results"
@@ -45,21 +45,8 @@ class BenchmarkSettings(Settings):
     new_tokens: of.Tokens = option(64, "tokens to generate")
     repeats: of.Count = option(5, "timed rounds")
 
-    def check(self) -> None:
-        super().check()
-        of.chosen_targets(self.targets)
 
-
-@dataclass(frozen=True)
-class BenchmarkResult:
-    report: Report
-
-    @property
-    def failures(self) -> dict[str, str]:
-        return self.report.failures
-
-
-def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
+def benchmark(settings: BenchmarkSettings, session: Session) -> Report:
     with ExitStack() as stack:
         run = None
         if settings.run or not settings.artifacts:
@@ -67,7 +54,7 @@ def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
             run.note_command(["kl-lens", *of.command_of(settings)])
         folders: Sequence[Path] = settings.artifacts
         if run is not None and not folders:
-            targets = of.chosen_targets(settings.targets)
+            targets = settings.target or tuple(TARGETS)
             folders = run_places(run, plans=settings.plan, targets=targets)
         new_tokens = settings.new_tokens
         repeats = settings.repeats
@@ -82,6 +69,6 @@ def benchmark(settings: BenchmarkSettings, session: Session) -> BenchmarkResult:
 
 def time_files(
     places: Sequence[Path], run: Run | None, session: Session, use: UseSettings
-) -> BenchmarkResult:
+) -> Report:
     with session.events.progress("benchmark") as progress:
-        return BenchmarkResult(InUse(use, run, progress).measure(places))
+        return InUse(use, run, progress).measure(places)

@@ -20,7 +20,7 @@ from kl_lens.run.journal import FILE
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Opening, Settings, group, grouped, option
+from kl_lens.study.settings import Opening, Settings, group, grouped, option, with_options
 from kl_lens.text.sources import label_of
 from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
@@ -31,7 +31,7 @@ DEFAULT_SEED = 42
 _text = grouped("text that methods learn from")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class LearningText:
     """The text that statistics are gathered on; defaults come from the run."""
 
@@ -66,13 +66,12 @@ class LearningText:
         return drawn(windows=windows)
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class CalibrateSettings(Settings):
     model: of.Model | None = option(
         None, "the model, if --run is new", positional=True, nargs="?"
     )
     opening: Opening = group(Opening)
-    weights: str = of.place_of_weights()
     learning: LearningText = group(LearningText)
     run: of.Folder | None = of.of_new_run()
     again: bool = option(
@@ -95,13 +94,9 @@ def calibrate(settings: CalibrateSettings, session: Session) -> CalibrateResult:
     with ExitStack() as stack:
         if settings.model is None:
             run = stack.enter_context(Run.open(Path(settings.run or of.DEFAULT_RUN)))
-            model = session.model_of(
-                run, None, settings.opening, weights=settings.weights
-            )
+            model = session.model_of(run, None, settings.opening)
         else:
-            model = session.model(
-                settings.model, settings.opening, weights=settings.weights
-            )
+            model = session.model(settings.model, settings.opening)
             folder = of.new_run_folder(settings.run, model.name)
             if not (folder / FILE).exists():
                 settings.learning.drawn(

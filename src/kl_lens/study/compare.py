@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kl_lens.base.errors import KLLensError
+from kl_lens.base.files import write_text
+from kl_lens.judging.choosing import verdicts
 from kl_lens.judging.duel import Entrant
+from kl_lens.reporting.charts import sized_chart
 from kl_lens.study import settings as of
 from kl_lens.study.evaluate import DEFAULT_TEXT, EvaluateSettings, evaluate
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Settings, option
+from kl_lens.study.settings import Settings, option, with_options
 
 WINDOW = 512
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class CompareSettings(Settings):
     files: tuple[Path, ...] = option(
         help="two files or folders or more: GGUF, OpenVINO, mlx-lm, compressed-tensors",
@@ -35,14 +38,20 @@ class CompareSettings(Settings):
         super().check()
         if len(self.files) < 2:
             raise KLLensError("compare needs two files or more; one: kl-lens evaluate")
+        if self.chart is not None and self.chart.suffix != ".svg":
+            raise KLLensError(f"--chart {self.chart}: expected a name that ends in .svg")
 
 
 @dataclass(frozen=True)
 class CompareResult:
     duel: list[Entrant]  # by size
-    comparisons: list[str]
     failures: dict[str, str]
-    written: list[Path]
+    chart: Path | None
+
+    @property
+    def comparisons(self) -> list[str]:
+        """A sentence for each file that another one beats."""
+        return [*verdicts(self.duel)]
 
 
 def compare(settings: CompareSettings, session: Session) -> CompareResult:
@@ -52,10 +61,13 @@ def compare(settings: CompareSettings, session: Session) -> CompareResult:
             artifact=settings.files,
             perplexity=settings.text,
             divergence="",
-            window=settings.window_length,
-            limit=settings.windows,
-            chart=settings.chart,
+            window_length=settings.window_length,
+            windows=settings.windows,
         ),
         session,
     )
-    return CompareResult(result.duel, result.comparisons, result.failures, result.written)
+    chart = settings.chart if result.duel else None
+    if chart is not None:
+        drawn = sized_chart(result.duel)._repr_svg_()
+        write_text(chart, f"{of.CHART_MARK}\n{drawn}")
+    return CompareResult(result.duel, result.failures, chart)

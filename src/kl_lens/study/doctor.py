@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Settings
+from kl_lens.study.settings import Settings, with_options
 from kl_lens.targets import TARGETS, describe_target
 from kl_lens.targets.abilities import Health
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # torch may not be installed
     from kl_lens.model.kernels import Comparison
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class DoctorSettings(Settings):
     """It has none."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import ChainMap
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,14 +15,11 @@ import torch
 
 from kl_lens import judging
 from kl_lens.base.errors import KLLensError
-from kl_lens.base.files import write_text
-from kl_lens.judging.choosing import verdicts
 from kl_lens.judging.duel import Entrant, entrants
 from kl_lens.judging.evaluator import DIVERGENCE, PERPLEXITY, POSITIONS
 from kl_lens.judging.tasks import FAIL, chosen_tasks, judge, near_chance
 from kl_lens.model import LanguageTask, LoadedModel, Task
 from kl_lens.planning import stored_plans
-from kl_lens.reporting.charts import sized_chart
 from kl_lens.run.folder import Run
 from kl_lens.run.positions import LONGEST, longest_window
 from kl_lens.run.records import ORIGINAL, Score
@@ -37,7 +35,9 @@ from kl_lens.study.settings import (
     grouped,
     loading,
     option,
+    with_options,
 )
+from kl_lens.targets import TARGETS
 
 DEFAULT_TEXT = "wikitext2:test"
 TORCH = "torch"
@@ -45,12 +45,13 @@ _what = grouped("what to measure (default: --perplexity --divergence)")
 _on_text = partial(_what, None, nargs="?")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class EvaluateSettings(Settings):
     run: of.Folder | None = of.of_run()
     model: of.Model | None = of.moved_model()
     opening: Opening = group(
         Opening,
+        weights=None,
         dtype=loading("float32", "data type in PyTorch", choices=of.DTYPES),
         device=loading(
             "auto",
@@ -59,11 +60,11 @@ class EvaluateSettings(Settings):
             metavar="DEVICE",
         ),
     )
-    memory_budget: of.Size = of.memory()
     artifact: tuple[Path, ...] = of.of_files()
     plan: str = of.of_plans()
-    targets: of.Names | None = option(
-        None, "torch (plans in PyTorch) or targets (files); default: all"
+    target: of.Names | None = of.of_targets(
+        "torch (plans in PyTorch) or runtimes (files)",
+        choices=ChainMap({TORCH: ""}, TARGETS),
     )
     perplexity: of.Text | None = _on_text(
         f"default text: {DEFAULT_TEXT}", bare=DEFAULT_TEXT
@@ -75,17 +76,18 @@ class EvaluateSettings(Settings):
         "KL by position, and whether it grows; in windows of 8,192 tokens, or as many as the model allows",
         bare=DEFAULT_TEXT,
     )
-    window: of.Tokens | None = _what(None, "tokens per window (default: 2048; 16 images)")
+    window_length: of.Tokens | None = _what(
+        None, "tokens per window (default: 2048; 16 images)", former=("window",)
+    )
     stride: of.Tokens | None = _what(
         None, "score only the last S tokens of each window", metavar="S"
     )
-    limit: of.Count | None = _what(None, "only the first N windows")
+    windows: of.Count | None = _what(None, "only the first N windows", former=("limit",))
     tasks: Tasks = group(Tasks)
-    chart: of.Chart | None = option(
-        None, "a picture of the given files: KL against size", metavar="FILE.svg"
-    )
-    max_drop: of.Share | None = option(
-        None, "accuracy that a task may lose at most, such as 3% (points)"
+    task_drop: of.Share | None = option(
+        None,
+        "accuracy that a task may lose at most, such as 3% (points)",
+        group="tasks (lm-eval)",
     )
     exact: bool = of.running(False, "compute in float32 instead of the fastest way")
     runtime: Runtime = group(
@@ -98,21 +100,15 @@ class EvaluateSettings(Settings):
 
     def check(self) -> None:
         super().check()
-        of.chosen_targets(self.targets, TORCH)
         self.tasks.check()
-        if self.max_drop is not None and self.tasks.tasks is None:
+        if self.task_drop is not None and self.tasks.tasks is None:
             raise KLLensError(
-                "--max-drop limits the accuracy that tasks lose; name tasks with --tasks"
+                "--task-drop limits the accuracy that tasks lose; name tasks with --tasks"
             )
-        if self.chart is not None and (
-            not str(self.chart).endswith(".svg") or not self.artifact
-        ):
+        length = self.window_length
+        if length is not None and (self.stride or 0) > length:
             raise KLLensError(
-                f"--chart {self.chart}: expected a name that ends in .svg, and files to draw"
-            )
-        if self.window is not None and (self.stride or 0) > self.window:
-            raise KLLensError(
-                f"--stride {self.stride} is larger than --window {self.window}; it skips text"
+                f"--stride {self.stride} is larger than --window-length {length}; it skips text"
             )
         if self.positions is not None and self.stride is not None:
             raise KLLensError(
@@ -123,22 +119,14 @@ class EvaluateSettings(Settings):
 @dataclass
 class EvaluateResult(judging.Outcome):
     notes: list[str] = field(default_factory=list)
-    written: list[Path] = field(default_factory=list)
-    duel: list[Entrant] = field(
-        default_factory=list
-    )  # two files or more that were given, by size
-    max_drop: float | None = None
-
-    @property
-    def comparisons(self) -> list[str]:
-        """A sentence for each file that another one beats."""
-        return [*verdicts(self.duel)]
+    duel: list[Entrant] = field(default_factory=list)  # files, by size
+    task_drop: float | None = None
 
     def verdict_of(self, score: Score) -> str:
         """Whether a task's loss of accuracy is within the limit; empty without one."""
-        if self.max_drop is None or "acc_drop" not in score.values:
+        if self.task_drop is None or "acc_drop" not in score.values:
             return ""
-        return judge(score.values["acc_drop"], self.max_drop)
+        return judge(score.values["acc_drop"], self.task_drop)
 
     def near_chance(self, score: Score, accuracies: Sequence[str]) -> list[str]:
         """Which accuracies of a task are hardly better than guessing."""
@@ -153,7 +141,7 @@ class EvaluateResult(judging.Outcome):
             {
                 "subject": score.subject.label,
                 "task": score.what,
-                "max_drop": self.max_drop,
+                "task_drop": self.task_drop,
                 "verdict": verdict,
             }
             for score in self.scores
@@ -192,7 +180,7 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
         else:
             plans = stored_plans(run.folder / "plans", run.components)
             selection = judging.run_subjects(
-                run, model, runtime, plans, plans=settings.plan, targets=settings.targets
+                run, model, runtime, plans, plans=settings.plan, targets=settings.target
             )
         if not selection.subjects and model is None:
             raise KLLensError(
@@ -216,30 +204,19 @@ def evaluate(settings: EvaluateSettings, session: Session) -> EvaluateResult:
             judge.text(
                 name,
                 kinds,
-                window=settings.window,
+                window=settings.window_length,
                 stride=settings.stride,
-                limit=settings.limit,
+                limit=settings.windows,
             )
         if settings.positions is not None:
             judge.text(
                 settings.positions,
                 {POSITIONS},
-                window=settings.window,
-                limit=settings.limit,
+                window=settings.window_length,
+                limit=settings.windows,
             )
-        judge.tasks(settings.tasks, settings.window)
-        result = judge.result
-        duel = result.duel if settings.artifact[1:] else []
-        written = result.written
-        if settings.chart is not None:
-            if not duel:
-                raise KLLensError(
-                    "--chart draws KL against size: give two files or more, and --model"
-                )
-            drawn = sized_chart(duel)._repr_svg_()
-            write_text(settings.chart, f"{of.CHART_MARK}\n{drawn}")
-            written = [*written, settings.chart]
-        return replace(result, duel=duel, written=written, max_drop=settings.max_drop)
+        judge.tasks(settings.tasks, settings.window_length)
+        return replace(judge.result, task_drop=settings.task_drop)
 
 
 def _asked(settings: EvaluateSettings, with_original: bool) -> dict[str, set[str]]:

@@ -95,6 +95,17 @@ class Events:
         """The result of a stage of `run`; None if there is nothing to show."""
 
 
+@dataclass(frozen=True)
+class Several:
+    """What a command made for each of several targets."""
+
+    results: dict[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        return max(map(exit_code, self.results.values()))
+
+
 class Bars(Events):
     """For Python: long work shows a bar in a terminal or a notebook, warnings go to the logger `kl_lens`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kl_lens import planning
 from kl_lens.base.errors import FormatError, PlanError
@@ -18,7 +18,15 @@ from kl_lens.run.subjects import artifact_digest, plan_digest
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Kind, Opening, Option, Settings, group, option
+from kl_lens.study.settings import (
+    ForTargets,
+    Kind,
+    Opening,
+    Option,
+    group,
+    option,
+    with_options,
+)
 from kl_lens.targets import (
     TARGETS,
     describe_target,
@@ -61,14 +69,16 @@ def _target_options(within: str) -> list[Option]:
     return list(options.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportSettings(Settings):
+@with_options
+class ExportSettings(ForTargets):
     model: of.Model | None = option(
         None, "to export with --format, without a run", positional=True, nargs="?"
     )
     opening: Opening = group(Opening)
     run: of.Folder | None = of.of_new_run()
-    target: str = option(choices=TARGETS)
+    target: of.Names = option(
+        help="runtimes to write files for", choices=TARGETS, metavar="LIST"
+    )
     plan: str = of.of_plans()
     format: str | None = option(
         None,
@@ -82,7 +92,13 @@ class ExportSettings(Settings):
     options: Mapping[str, Any] = field(
         default_factory=dict, metadata={"spread": _target_options}
     )
-    weights: str = of.place_of_weights()
+
+    def parts(self) -> dict[str, Self]:
+        """Of several targets each has a folder in --out."""
+        parts = super().parts()
+        if self.out is None or len(parts) == 1:
+            return parts
+        return {n: replace(part, out=self.out / n) for n, part in parts.items()}
 
     def check(self) -> None:
         super().check()
@@ -94,8 +110,8 @@ class ExportSettings(Settings):
             raise PlanError(
                 "--format exports a whole model: name it, as in: kl-lens export MODEL --format q8_0"
             )
-        target = describe_target(self.target)
-        if self.weights == of.DISK and not target.streams:
+        target = describe_target(self.target[0])
+        if self.opening.weights == of.DISK and not target.streams:
             raise PlanError(
                 f"--weights disk does not work with --target {target.name}: it needs the whole model"
             )
@@ -144,22 +160,17 @@ class ExportedFile:
         return named or TOKENIZER_FILE in self.artifact.files
 
 
-@dataclass(frozen=True)
-class ExportResult:
-    files: list[ExportedFile]
-
-
-def export(settings: ExportSettings, session: Session) -> ExportResult:
-    target = get_target(settings.target)
+def export(settings: ExportSettings, session: Session) -> list[ExportedFile]:
+    target = get_target(settings.target[0])
     name = settings.model or ""
     recipe = settings.format
-    files = Files(settings.target, session.events, dict(settings.options))
-    weights = settings.weights if target.streams else of.MEMORY
+    files = Files(target.name, session.events, dict(settings.options))
+    opening = settings.opening
+    if not target.streams:
+        opening = replace(opening, weights=of.MEMORY)
     if recipe is None:
         with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
-            model = session.model_of(
-                run, settings.model, settings.opening, weights=weights
-            )
+            model = session.model_of(run, settings.model, opening)
             names = named_plans(settings.plan)
             if names is None:
                 names = tuple(
@@ -171,7 +182,7 @@ def export(settings: ExportSettings, session: Session) -> ExportResult:
                 )
             run.note_command(["kl-lens", *of.command_of(settings)])
             return files.of_plans(run, model, names, settings.out)
-    model = session.model(name, settings.opening, weights=weights)
+    model = session.model(name, opening)
     assignment = (
         {}
         if recipe in (FP16, "f16")
@@ -179,17 +190,17 @@ def export(settings: ExportSettings, session: Session) -> ExportResult:
     )
     plan = Plan(f"uniform_{recipe.replace('+', '.')}", assignment, "--format")
     folder = of.new_run_folder(settings.run, model.name)
-    destination = settings.out or folder / "artifacts" / settings.target / plan.name
+    destination = settings.out or folder / "artifacts" / target.name / plan.name
     if not _learns(recipe):
         artifact = files.written(model, plan, destination)
-        return ExportResult([ExportedFile(destination, artifact)])
+        return [ExportedFile(destination, artifact)]
     model = session.in_run(model, folder)  # with the statistics of the run
     plan = replace(plan, statistics=model.weights.learnt_by([Recipe.parse(recipe)]))
     with Run.create(folder) as run:
         run.identify(model_identity(model))
         run.note_command(["kl-lens", *of.command_of(settings)])
         artifact = files.in_run(run, model, plan, destination)
-    return ExportResult([ExportedFile(destination, artifact)])
+    return [ExportedFile(destination, artifact)]
 
 
 def _learns(recipe: str) -> bool:
@@ -209,7 +220,7 @@ class Files:
 
     def of_plans(
         self, run: Run, model: LoadedModel, names: Sequence[str], out: Path | None = None
-    ) -> ExportResult:
+    ) -> list[ExportedFile]:
         """The files of a run's plans."""
         components = run.components
         paths = [planning.plan_path(run.folder / "plans", name) for name in names]
@@ -219,7 +230,7 @@ class Files:
             destination = (out or run.folder / "artifacts" / self.target) / plan.name
             artifact = self.in_run(run, model, plan, destination)
             exported.append(ExportedFile(destination, artifact))
-        return ExportResult(exported)
+        return exported
 
     def in_run(self, run: Run, model: LoadedModel, plan: Plan, folder: Path) -> Artifact:
         """A file that the run records."""

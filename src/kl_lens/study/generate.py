@@ -17,13 +17,13 @@ from kl_lens.base.system import peak_memory
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Runtime, Settings, group, option
+from kl_lens.study.settings import Runtime, Settings, group, option, with_options
 from kl_lens.targets import open_session
 from kl_lens.targets.session import ArtifactTokenizer, Logits, Session as RuntimeSession
 from kl_lens.targets.tokenizer import find_tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class GenerateSettings(Settings):
     artifact: Path = option(
         help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kl_lens.base.errors import KLLensError
@@ -13,8 +13,9 @@ from kl_lens.model.carried import Carried, carried_from
 from kl_lens.run.records import Component
 from kl_lens.study import settings as of
 from kl_lens.study.memory import held_by
+from kl_lens.study.run.stages import Sketched, sketched
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Limits, Opening, Settings, group, option
+from kl_lens.study.settings import Limits, Opening, Settings, group, option, with_options
 from kl_lens.targets import TARGETS, Target, describe_target, menu_of
 from kl_lens.targets.abilities import Usage
 from kl_lens.weights.formats import FP16, get_format
@@ -23,10 +24,10 @@ from kl_lens.weights.recipes import Recipe, fitting_recipe
 PRECISIONS = (FP16, "int8", "int4")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class InspectSettings(Settings):
     model: of.Model = of.of_model()
-    opening: Opening = group(Opening)
+    opening: Opening = group(Opening, weights=None, working_memory=None)
     memory: of.Size | None = option(
         None, "say what fits into this memory, as 8GB; reads only the configuration"
     )
@@ -78,13 +79,13 @@ class FitResult:
     memory: int
     use: Usage
     rows: list[Fit]
+    # A file that fits; None if there is none, or its runtime is not installed.
+    making: Sketched | None
 
 
-def fits(settings: InspectSettings, use: Usage) -> FitResult:
+def fits(settings: InspectSettings, carried: Carried) -> FitResult:
     """From the configuration: no weights are read."""
-    carried = carried_from(
-        settings.model, trust_remote_code=settings.opening.trust_remote_code
-    )
+    use = Usage(settings.context or Usage.context, settings.batch or Usage.batch)
     rows = []
     for target in (
         target for target in map(describe_target, TARGETS) if target.footprint().process
@@ -94,13 +95,22 @@ def fits(settings: InspectSettings, use: Usage) -> FitResult:
             *dict.fromkeys(recipe.grid.name for recipe in reversed(target.short_menu)),
         ):
             size = smallest(target, carried, [Recipe(name)])
-            memory = held_by(target, carried, use, quantized=name != FP16)
-            caches = memory.bytes({}) - memory.fixed
-            runtime = memory.runtime + int(
+            held = held_by(target, carried, use, quantized=name != FP16)
+            caches = held.bytes({}) - held.fixed
+            runtime = held.runtime + int(
                 (target.footprint(quantized=name != FP16).copies - 1) * size
             )
-            rows.append(Fit(target.name, name, size, memory.states, caches, runtime))
-    return FitResult(settings.model, settings.memory or 0, use, rows)
+            rows.append(Fit(target.name, name, size, held.states, caches, runtime))
+    memory = settings.memory or 0
+    made = [
+        row.target
+        for row in rows
+        if row.total <= memory
+        and not describe_target(row.target).lacks()
+        and not describe_target(row.target).unsupported(carried.model_type)
+    ]
+    making = sketched(settings.model, carried, made[0]) if made else None
+    return FitResult(settings.model, memory, use, rows, making)
 
 
 @dataclass(frozen=True)
@@ -131,11 +141,8 @@ def smallest(target: Target, carried: Carried, recipes: Sequence[Recipe]) -> int
     return size
 
 
-def reaches(settings: InspectSettings, max_bytes: int) -> ReachResult:
+def reaches(model: str, max_bytes: int, carried: Carried) -> ReachResult:
     """From the configuration: no weights are read."""
-    carried = carried_from(
-        settings.model, trust_remote_code=settings.opening.trust_remote_code
-    )
     weights = carried.vectors + sum(map(math.prod, carried.matrices))
     rows = []
     for target in map(describe_target, TARGETS):
@@ -146,29 +153,31 @@ def reaches(settings: InspectSettings, max_bytes: int) -> ReachResult:
             size = smallest(target, carried, recipes)
             formats = tuple(recipe.grid.name for recipe in recipes)
             rows.append(Reach(target.name, menu, formats, size, 8 * size / weights))
-    return ReachResult(settings.model, max_bytes, rows)
+    return ReachResult(model, max_bytes, rows)
 
 
-@dataclass(frozen=True)
-class InspectResult:
-    model: LoadedModel
+Inspected = LoadedModel | FitResult | ReachResult
 
-    def bytes_at(self, precision: str, components: Iterable[Component]) -> int:
-        """Counts weights that are not quantized as FP16; a target may keep them in FP32."""
-        grid = get_format(precision)
-        return sum(
-            grid.bytes(c.shape)
+
+def bytes_of(*components: Component) -> dict[str, int]:
+    """At each precision. Counts weights that are not quantized as FP16; a target may keep them in FP32."""
+    return {
+        precision: sum(
+            get_format(precision).bytes(c.shape)
             if c.quantizable and precision != FP16
             else 2 * c.parameters
             for c in components
         )
+        for precision in PRECISIONS
+    }
 
 
-def inspect(
-    settings: InspectSettings, session: Session
-) -> InspectResult | FitResult | ReachResult:
+def inspect(settings: InspectSettings, session: Session) -> Inspected:
+    if settings.max_bytes is None and settings.memory is None:
+        return session.model(settings.model, settings.opening)
+    carried = carried_from(
+        settings.model, trust_remote_code=settings.opening.trust_remote_code
+    )
     if settings.max_bytes is not None:
-        return reaches(settings, settings.max_bytes)
-    if (use := settings.limits.use) is not None:
-        return fits(settings, use)
-    return InspectResult(session.model(settings.model, settings.opening))
+        return reaches(settings.model, settings.max_bytes, carried)
+    return fits(settings, carried)

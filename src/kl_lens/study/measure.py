@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from kl_lens.base.errors import (
     UnlearntError,
     one_line,
 )
-from kl_lens.base.system import DEFAULT_MEMORY, available_memory
+from kl_lens.base.system import available_memory
 from kl_lens.measuring.perturbation import (
     Candidate,
     find_candidates,
@@ -85,15 +85,16 @@ from kl_lens.study.planner import TargetPlanner, limited_loss, nats_allowed
 from kl_lens.study.session import Session
 from kl_lens.study.settings import (
     Calibration,
+    ForTargets,
     HeldOut,
     Limits,
     Opening,
     Processes,
-    Settings,
     group,
     grouped,
+    with_options,
 )
-from kl_lens.targets import TARGETS, Target, computed_as, deployed, get_target, menu_of
+from kl_lens.targets import Target, computed_as, deployed, get_target, menu_of
 from kl_lens.text.windows import Windows
 from kl_lens.weights.recipes import Recipe, parsed
 
@@ -134,11 +135,10 @@ def menu_for(
     return menu_of(target, anatomy.shapes, small=max_bytes < sum(smallest.values()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasureSettings(Settings):
+@with_options
+class MeasureSettings(ForTargets):
     model: of.Model = of.of_model()
     opening: Opening = group(Opening)
-    weights: str = of.place_of_weights()
     calibration: Calibration = group(
         Calibration,
         windows=of.calibration_text(
@@ -148,11 +148,6 @@ class MeasureSettings(Settings):
     held_out: HeldOut = group(HeldOut)
     processes: Processes = group(Processes)
     run: of.Folder | None = of.of_new_run()
-    target: str | None = _what(
-        None,
-        "measure for this target: its formats, and activations as its kernels compute",
-        choices=TARGETS,
-    )
     formats: of.Names | None = _what(
         None,
         "such as int8 or int4-g64+gptq, with the method (default: the target's, or int4,int8)",
@@ -168,7 +163,6 @@ class MeasureSettings(Settings):
     limits: Limits = group(Limits)  # measure only what such a plan can use
     exhaustive: bool = of.wanted(False, "measure every component in every recipe")
     forward_only: bool = _what(False, of.FORWARD_ONLY)
-    memory_budget: of.Size = of.memory()
     precision: str | None = _how(
         None,
         "of matrix products on a GPU; tf32 adds noise, which is reported (default: tf32x3, nearly as exact as "
@@ -227,16 +221,11 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
         if settings.processes.ray
         else settings.opening
     )
-    model = session.model(
-        settings.model,
-        opening,
-        weights=settings.weights,
-        memory_budget=settings.memory_budget,
-    )
+    model = session.model(settings.model, opening)
     menu: Sequence[str] = settings.formats or DEFAULT_FORMATS
-    if settings.formats is None and settings.target is not None:
+    if settings.formats is None and settings.runtime is not None:
         menu = menu_for(
-            get_target(settings.target), model.anatomy, settings.limits.max_bytes
+            get_target(settings.runtime), model.anatomy, settings.limits.max_bytes
         )
     text = settings.calibration
     text = (
@@ -249,28 +238,22 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
     folder = whole / SHARDS / shard_name(*share) if share else whole
     model = session.in_run(model, folder, learn_from=whole)
     hire = partial(
-        workers_for,
-        settings.processes,
-        model,
-        settings.opening,
-        settings.weights,
-        session.events,
-        memory_budget=settings.memory_budget,
+        workers_for, settings.processes, model, settings.opening, session.events
     )
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *of.command_of(settings)])
         sweep = Sweep(
             model,
             run,
-            memory_budget=settings.memory_budget,
+            memory_budget=settings.opening.memory,
             precision=settings.precision,
             share=share,
         )
         if settings.states:
             formats = settings.formats
             components = settings.components
-            if settings.target is not None and not formats:
-                formats = get_target(settings.target).cache_formats
+            if settings.runtime is not None and not formats:
+                formats = get_target(settings.runtime).cache_formats
                 components = components or CACHES_ONLY
             return measure_states(session, sweep, windows, hire, formats, components)
         return measure_recipes(
@@ -279,7 +262,7 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
             menu,
             windows,
             hire,
-            target=settings.target,
+            target=settings.runtime,
             components=settings.components,
             limits=settings.limits,
             held_out=settings.held_out,
@@ -507,14 +490,12 @@ def workers_for(
     processes: Processes,
     model: LoadedModel,
     opening: Opening,
-    weights: str,
     events: Events,
     *,
     operations: float,
-    memory_budget: int = DEFAULT_MEMORY,
 ) -> AbstractContextManager[Workers | None]:
     """The workers for a sweep, or None to measure in this process. `operations`: work left; with none, no process is
-    started; `opening`, `weights`: how they open the model."""
+    started; `opening`: how they open the model."""
     if (residency := model.residency) is not None:
         copy = residency.resident_bytes + BLOCKS_AT_ONCE * residency.block_bytes
     else:
@@ -522,7 +503,7 @@ def workers_for(
     count = processes.workers
     device = model.chain.device
     if processes.ray is None:
-        count = count or _by_default(model, copy, memory_budget, operations)
+        count = count or _by_default(model, copy, opening.memory, operations)
         if count == 1 or not operations:
             return nullcontext()
         if device.type != "cpu":
@@ -537,9 +518,7 @@ def workers_for(
     source = model.source or model.name
     images = _absolute(opening.images or own_images(source) or "") or None
     # Each worker checks whether the weights fit into its memory.
-    room = None if memory_budget == DEFAULT_MEMORY else memory_budget
-    opened_as = asdict(replace(opening, images=images, bos=model.beginning.choice))
-    opened_as |= {"weights": weights, "memory_budget": room}
+    opened_as = replace(opening, images=images, bos=model.beginning.choice).arguments
     order = Order(_absolute(source), opened_as, model.fingerprint)
     return hired(order, count, processes.ray, copy, events.note)
 

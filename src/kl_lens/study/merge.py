@@ -10,10 +10,10 @@ from kl_lens.run import merging
 from kl_lens.run.folder import Run
 from kl_lens.run.merging import Joined, shards_of
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Settings, command_of, option
+from kl_lens.study.settings import Settings, command_of, option, with_options
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class MergeSettings(Settings):
     run: str = option(
         help="the run folder to merge into; created if missing",

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from kl_lens.base.errors import RunError
-from kl_lens.judging.ranking import Ranking, rank
+from kl_lens.judging.ranking import Ranking as Ranking, rank
 from kl_lens.measuring.perturbation import Candidate
 from kl_lens.measuring.sweep import Sweep
 from kl_lens.model import LoadedModel
 from kl_lens.run.folder import CALIBRATION, EVALUATION, Run
 from kl_lens.study import settings as of
 from kl_lens.study.events import going_on
-from kl_lens.study.measure import Hire, workers_for
+from kl_lens.study.measure import workers_for
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Opening, Processes, Settings, group, option
+from kl_lens.study.settings import (
+    Opening,
+    Processes,
+    Settings,
+    group,
+    option,
+    with_options,
+)
 from kl_lens.targets import deployed
 from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.recipes import Recipe
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class PaperSettings(Settings):
     run: of.Folder | None = of.of_run()
     model: of.Model | None = of.moved_model()
     opening: Opening = group(Opening)
-    weights: str = of.place_of_weights()
     processes: Processes = group(Processes)
     evaluation_text: of.Text = option("wikitext2:test", "held-out text")
     evaluation_windows: of.Count = option(128, "windows of held-out text")
@@ -37,12 +41,7 @@ class PaperSettings(Settings):
     )
 
 
-@dataclass(frozen=True)
-class PaperResult:
-    ranking: Ranking
-
-
-def paper(settings: PaperSettings, session: Session) -> PaperResult:
+def paper(settings: PaperSettings, session: Session) -> Ranking:
     with Run.open(Path(settings.run or of.DEFAULT_RUN)) as run:
         run.note_command(["kl-lens", *of.command_of(settings)])
         # With Ray, this process computes nothing.
@@ -51,47 +50,38 @@ def paper(settings: PaperSettings, session: Session) -> PaperResult:
             if settings.processes.ray
             else settings.opening
         )
-        model = session.model_of(run, settings.model, opening, weights=settings.weights)
-        hire = partial(
-            workers_for,
-            settings.processes,
-            model,
-            settings.opening,
-            settings.weights,
-            session.events,
-        )
-        text = settings.evaluation_text
-        windows = settings.evaluation_windows
-        texts = settings.other_text
-        return rank_metrics(session, run, model, text, windows, hire, other_texts=texts)
+        model = session.model_of(run, settings.model, opening)
+        return _ranked(settings, session, run, model)
 
 
-def rank_metrics(
-    session: Session,
-    run: Run,
-    model: LoadedModel,
-    text: str,
-    windows: int,
-    hire: Hire,
-    *,
-    other_texts: Sequence[str] = (),
-    formats: Sequence[str] = (),
-) -> PaperResult:
-    """Measures the candidates of a run, all or those in `formats`, on held-out text and stores the ranking."""
+def _ranked(
+    settings: PaperSettings, session: Session, run: Run, model: LoadedModel
+) -> Ranking:
+    """Measures the candidates of a run on held-out text and stores the ranking."""
     events = session.events
     calibration = session.calibration(run, model.task)
     held_out = session.from_start(
-        text, model.task, length=calibration.length, limit=windows
+        settings.evaluation_text,
+        model.task,
+        length=calibration.length,
+        limit=settings.evaluation_windows,
     )
     session.refuse_overlap(run, held_out, model.task)
-    candidates = [c for c in _measured(run) if not formats or str(c.recipe) in formats]
+    candidates = _measured(run)
     kernels = deployed(run.usual_target)
     # Read the statistics before the progress bar starts.
     model.weights.learnt_by(candidate.recipe for candidate in candidates)
     work = Sweep(model, run, deployed=kernels).operations_left(
         candidates, held_out, EVALUATION
     )
-    with going_on(run.folder), hire(operations=work + len(other_texts)) as workers:
+    hired = workers_for(
+        settings.processes,
+        model,
+        settings.opening,
+        events,
+        operations=work + len(settings.other_text),
+    )
+    with going_on(run.folder), hired as workers:
 
         def sweep(windows: Windows, role: str, title: str) -> None:
             with events.progress(title) as progress:
@@ -102,7 +92,7 @@ def rank_metrics(
 
         sweep(held_out, EVALUATION, "damage on held-out text")
         identity = run.text_identity(CALIBRATION) or {}
-        for name in other_texts:
+        for name in settings.other_text:
             second = model.task.drawn(
                 name, **{key: identity[key] for key in ("windows", "length", "seed")}
             )
@@ -114,7 +104,7 @@ def rank_metrics(
             )
     ranking = rank(run)
     run.store("ranking", "latest", ranking.to_json())
-    return PaperResult(ranking)
+    return ranking
 
 
 def _measured(run: Run) -> list[Candidate]:

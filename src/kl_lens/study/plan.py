@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kl_lens import planning
 from kl_lens.base.errors import PlanError, TextError
@@ -31,15 +31,16 @@ from kl_lens.study.events import going_on
 from kl_lens.study.planner import OUR_STOCK, TargetPlanner, nats_allowed
 from kl_lens.study.session import Session
 from kl_lens.study.settings import (
+    ForTargets,
     HeldOut,
     Limits,
     Opening,
-    Settings,
     group,
     grouped,
     option,
+    with_options,
 )
-from kl_lens.targets import TARGETS, exported_places
+from kl_lens.targets import exported_places
 from kl_lens.text.windows import Windows, refuse_overlap
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.scales import scales_of
@@ -48,9 +49,9 @@ from kl_lens.weights.recipes import FP16, Recipe, parsed
 
 ALL = "all"
 USUAL = "usual"  # values of --rivals
-BUDGETS = ("max_bpw", "max_kl", "min_speed")
-SEARCHES = ("gamma", "max_loss", "max_drop")
-LIMITS = (*SEARCHES, "max_bytes", "memory", *BUDGETS)
+BUDGETS = ("max_bpw", "min_speed", "minimise")
+SEARCHES = ("gamma", "max_drop")
+LIMITS = (*SEARCHES, "max_loss", "max_bytes", "memory", *BUDGETS)
 TUNING_WINDOWS = 2048
 TUNING_VERSION = 1  # raise it when the same plan and text give other weights
 _paper = grouped("the paper's points")
@@ -59,7 +60,7 @@ _proof = grouped("measuring on held-out text")
 tuning = partial(option, None, nargs="?", bare=TUNING_WINDOWS, metavar="WINDOWS")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class Choosing:
     """What plans choose from, and by what."""
 
@@ -73,14 +74,13 @@ class Choosing:
     name: str | None = option(None, "name of the new plan")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class Budgets:
-    """Limits on what is predicted, and what to minimise within them."""
+    """More limits on what is predicted, and what to minimise within them."""
 
     max_bpw: float | None = _budget(
         None, "bits per weight, over all weights", metavar="BITS"
     )
-    max_kl: of.Nats | None = _budget(None, "predicted KL per token")
     min_speed: float | None = _budget(
         None,
         "predicted tokens per second of the --target's file; run kl-lens benchmark first",
@@ -93,17 +93,19 @@ class Budgets:
     )
 
     @property
+    def given(self) -> bool:
+        return self != Budgets()
+
+    @property
     def by_speed(self) -> bool:
         return self.min_speed is not None or self.minimise == "seconds"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings(Settings):
+@with_options
+class PlanSettings(ForTargets):
     run: of.Folder | None = of.of_run()
     model: of.Model | None = of.moved_model()
     opening: Opening = group(Opening)
-    weights: str = of.place_of_weights()
-    memory_budget: of.Size = of.memory()
     paper: str | None = _paper(
         None,
         "uniform INT8 and INT4, and points 01 to 10 (gpu: of INT8 and FP16)",
@@ -120,7 +122,15 @@ class PlanSettings(Settings):
         "the paper's greedy rule: quantize while held-out perplexity ≤ G × the original's",
         metavar="G",
     )
-    limits: Limits = group(Limits)
+    limits: Limits = group(
+        Limits,
+        max_loss=of.grouped(of.LIMIT)(
+            None,
+            "the smallest plan of at most this KL, for example 0.01: alone as measured on held-out text; with another "
+            "limit or --minimise as predicted",
+            former=("max_kl",),
+        ),
+    )
     budgets: Budgets = group(Budgets)
     frontier: bool = _budget(
         False, "print the Pareto frontier of bytes and KL", excludes="look"
@@ -140,11 +150,6 @@ class PlanSettings(Settings):
         group="measuring on held-out text",
     )
     held_out: HeldOut = group(HeldOut)
-    target: str | None = option(
-        None,
-        "plan for this target: its formats, its measurements, the size of its files",
-        choices=TARGETS,
-    )
     plan: str | None = option(
         None,
         "a plan of the run to --verify or to compare with --rivals",
@@ -152,10 +157,16 @@ class PlanSettings(Settings):
         metavar="NAME",
     )
 
+    def parts(self) -> dict[str, Self]:
+        parts = super().parts()
+        if self.choosing.name is not None and len(parts) > 1:
+            raise PlanError("--name names one plan: give one --target, or no --name")
+        return parts
+
     def check(self) -> None:
         super().check()
         searches, alternatives, limits = (
-            self.given(*names) for names in (SEARCHES, BUDGETS, LIMITS)
+            self.given(*names) for names in (SEARCHES, ("max_loss", *BUDGETS), LIMITS)
         )
         looks = self.given("frontier", "plan")
         new = self.given("paper", "uniform", *LIMITS)
@@ -165,8 +176,8 @@ class PlanSettings(Settings):
             )
         if not looks and not new and not self.rivals:
             raise PlanError(
-                "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, "
-                "--max-drop, --min-speed, --rivals or --frontier; or name a plan with --plan to --verify it"
+                "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-loss, --max-drop, "
+                "--min-speed, --rivals or --frontier; or name a plan with --plan to --verify it"
             )
         if searches and alternatives:
             raise PlanError(
@@ -191,8 +202,9 @@ class PlanSettings(Settings):
                 f"{about[0]} is about a target's files: name it with --target"
             )
         self.limits.check()
-        if searches or self.verify or self.rivals or self.tune:
-            self.held_out.check(searches=bool(self.limits.loss))
+        measured = self.limits.measured(beside=self.budgets.given)
+        if searches or measured or self.verify or self.rivals or self.tune:
+            self.held_out.check(searches=bool(measured))
 
     def given(self, *names: str) -> list[str]:
         """The flags among these that are set. (A limit of 0 is.)"""
@@ -226,16 +238,14 @@ def plan(settings: PlanSettings, session: Session) -> PlanResult:
             run,
             settings.model,
             settings.opening,
-            weights=settings.weights,
-            memory_budget=settings.memory_budget,
         )
         planner = TargetPlanner(
-            session, run, settings.target, settings.held_out, opened, settings.limits
+            session, run, settings.runtime, settings.held_out, opened, settings.limits
         )
         if settings.given(*LIMITS):
             table = planner.table()
         else:
-            table = run.table(target=settings.target, predicted=settings.frontier)
+            table = run.table(target=settings.runtime, predicted=settings.frontier)
         if settings.frontier:
             _require_storable(planner, table, settings.choosing)
             options = {
@@ -399,7 +409,9 @@ def plan_within(
     events = planner.session.events
     limits = planner.limits
     _require_storable(planner, table, choosing)
-    if loss := limits.loss:  # on both halves of the held-out text
+    if loss := limits.measured(
+        beside=budgets.given
+    ):  # on both halves of the held-out text
         search = planning.plan_for_loss(
             _problem(planner, table, choosing, interaction=1.0),
             lambda plan: planner.lost(plan, loss),
@@ -408,7 +420,7 @@ def plan_within(
         )
         limit = spell_share(loss["drop"]) if "drop" in loss else f"{loss['loss']:g} nats"
         events.note(
-            f"target {limit}: {search.evaluations} plans measured; the smallest that fits loses at most "
+            f"limit {limit}: {search.evaluations} plans measured; the smallest that fits loses at most "
             f"{search.loss:.4g} nats per token, one standard error included, on each half of "
             f"{planner.halves[0].text.label}"
         )
@@ -428,8 +440,13 @@ def plan_within(
             speed=speed,
             fixed_bytes=fixed_bytes,
         )
-        wanted = {"max_bytes": max_bytes, "name": choosing.name, **asdict(budgets)}
-        solution = planning.plan_for_budget(problem, **wanted)
+        solution = planning.plan_for_budget(
+            problem,
+            max_bytes=max_bytes,
+            max_kl=limits.max_loss,
+            name=choosing.name,
+            **asdict(budgets),
+        )
         solutions.append(solution)
         return solution.plan
 
@@ -439,6 +456,7 @@ def plan_within(
     if (
         target is not None
         and limits.max_bytes is not None
+        and limits.max_loss is None
         and budgets in (Budgets(), Budgets(minimise="kl"))
     ):
         problem = _problem(

@@ -253,7 +253,7 @@ class TargetPlanner:
                 else ("the KL is", "loss")
             )
             events.tell(
-                f"{plan.name} misses its target: {quantity} {loss} on {measured.place}, and at most "
+                f"{plan.name} misses its limit: {quantity} {loss} on {measured.place}, and at most "
                 f"{plan.limits[most]:g} was asked for"
             )
         parts = planning.Predictor(table).total(plan.assignment)

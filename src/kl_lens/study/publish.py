@@ -17,13 +17,13 @@ from kl_lens.run.sharing import SHARED, write_shared
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Settings, option
+from kl_lens.study.settings import Settings, option, with_options
 from kl_lens.targets import TARGETS, describe_target, earlier_artifact, locate
 
 _INHERITED = ("license", "license_name", "license_link", "language")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class PublishSettings(Settings):
     run: str = option(help="the run folder", positional=True, metavar="RUN")
     target: str = option(
@@ -113,7 +113,7 @@ def _write(
     if score is None or score.subject.what != ARTIFACT:
         raise RunError(
             f"{run.folder}: the file of {name} was not evaluated in its runtime, so there is nothing to show; run: "
-            f"kl-lens evaluate --run {run.folder} --plan all --targets {settings.target}"
+            f"kl-lens evaluate --run {run.folder} --plan all --target {settings.target}"
         )
     source = str(view.identity.get("source", ""))
     base = settings.base_model or (source.partition("@")[0] if "@" in source else None)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import webbrowser
-from dataclasses import dataclass
 from pathlib import Path
 
 from kl_lens.reporting import write_report
 from kl_lens.run.folder import Run
 from kl_lens.study import settings as of
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Settings, option
+from kl_lens.study.settings import Settings, option, with_options
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class ReportSettings(Settings):
     run: of.Folder | None = of.of_run()
     out: of.Report | None = option(None, "where to write (default: RUN/report.html)")

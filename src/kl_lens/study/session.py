@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import RunError, TextError
 from kl_lens.base.system import DEFAULT_MEMORY
-from kl_lens.study.events import Events
+from kl_lens.study.events import Events, Several
 from kl_lens.study.settings import (
     AUTO,
     DISK,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
 
 # A meter keeps its teacher, which may fill the memory budget. Two are needed: one per half of the held-out text.
 KEPT_METERS = 2
+ANYWHERE = Opening(weights=None)
 QUANTIZED = "weights"  # folder in a run: quantized weights that were expensive to make
 
 _Source = tuple[
@@ -57,8 +58,8 @@ class Session:
             _Source, tuple[LoadedModel, int | None]
         ] = {}  # with the memory it was opened for
         self._in_run: dict[tuple[int, Path, Path], LoadedModel] = {}
-        self._drawn: dict[tuple[object, ...], Windows] = {}
-        self._from_start: dict[tuple[object, ...], Windows] = {}  # evaluation texts
+        self._drawn: dict[object, Windows] = {}
+        self._from_start: dict[object, Windows] = {}  # evaluation texts
         self.memory_budget = DEFAULT_MEMORY  # of the command
         self._notes = {""}  # about texts, said so far
         self._apart: set[tuple[str, str]] = (
@@ -69,32 +70,29 @@ class Session:
         ] = {}  # the last used last
 
     def do(self, settings: Settings) -> Any:
-        """Checks the settings, runs the command that they are for, and returns its result. Prints
-        nothing."""
-        settings.check()
-        self.memory_budget = getattr(settings, "memory_budget", DEFAULT_MEMORY)
+        """Checks the settings, runs the command that they are for, and returns its result; for several targets a
+        `Several`. Prints nothing."""
+        parts = settings.parts()
+        for part in parts.values():
+            part.check()
+        self.memory_budget = getattr(settings, "opening", ANYWHERE).memory
         home = sys.modules[f"{__package__}.{settings.verb}"]
-        return getattr(home, settings.verb)(settings, self)
+        verb = getattr(home, settings.verb)
+        results = {name: verb(part, self) for name, part in parts.items()}
+        return Several(results) if len(results) > 1 else next(iter(results.values()))
 
     # -- models -----------------------------------------------------------------------------------------------
 
-    def model(
-        self,
-        name: str,
-        opening: Opening | None = None,
-        *,
-        weights: str | None = None,
-        memory_budget: int | None = None,
-    ) -> LoadedModel:
-        """The opened model. `weights`: where they have to be; None: in memory, or on disk if it is open there."""
+    def model(self, name: str, opening: Opening = ANYWHERE) -> LoadedModel:
+        """The opened model. Weights that may be anywhere: in memory, or on disk if it is open there."""
         if self._given is not None:
             return self._given
         from kl_lens.model import load, own_images, pinned
         from kl_lens.model.tasks import JUDGED
         from kl_lens.run.positions import context_of
 
-        opening = opening or Opening()
-        opening = replace(opening, images=opening.images or own_images(name))
+        wanted = replace(opening, images=opening.images or own_images(name))
+        opening = replace(wanted, weights=None, working_memory=None)
         if name not in self._pinned:
             self._pinned[name] = pinned(name, watch=self.events.progress)
         path = os.path.expanduser(name)
@@ -109,15 +107,10 @@ class Session:
         if source in self._models:
             model, budget = self._models[source]
             streams = model.residency is not None
-            if weights != (MEMORY if streams else DISK) and (
-                not streams or memory_budget in (None, budget)
-            ):
+            same = wanted.weights is None or wanted.working_memory == budget
+            if wanted.weights != (MEMORY if streams else DISK) and (same or not streams):
                 return model
-        room = None if memory_budget == DEFAULT_MEMORY else memory_budget
-        how: dict[str, Any] = (
-            {"weights": weights, "memory_budget": room} if weights else {}
-        )
-        opened = load(self._pinned[name], **asdict(opening), **how)
+        opened = load(self._pinned[name], **replace(wanted, bos=opening.bos).arguments)
         model = replace(opened, warn=self.events.tell)
         if model.original:
             self.tell_once(f"{model.name}: {model.original}")
@@ -135,23 +128,19 @@ class Session:
                 f"{model.name} reads at most {context} tokens at once (max_position_embeddings): windows that are "
                 f"longer by default have {context}"
             )
-        self._models[source] = model, memory_budget
+        self._models[source] = model, wanted.working_memory
         return model
 
     def model_of(
         self,
         run: Run,
         name: str | None = None,
-        opening: Opening | None = None,
-        *,
-        weights: str | None = None,
-        memory_budget: int | None = None,
+        opening: Opening = ANYWHERE,
     ) -> LoadedModel:
         """The model of a run, from its recorded place or from --model. Raises if its weights differ."""
         from kl_lens.measuring.sweep import model_identity
 
         identity = run.identity
-        opening = opening or Opening()
         source = name or identity.get("source") or identity.get("model")
         if source is None:
             raise RunError(
@@ -164,9 +153,7 @@ class Session:
             template=opening.template or identity.get("template"),
             bos=identity.get("bos", AUTO) if opening.bos == AUTO else opening.bos,
         )
-        model = self.model(
-            str(source), opening, weights=weights, memory_budget=memory_budget
-        )
+        model = self.model(str(source), opening)
         if identity.get("model_fingerprint") != model.fingerprint:
             run.require_dtype(str(model_identity(model)["dtype"]))
             raise RunError(
@@ -207,20 +194,27 @@ class Session:
         self, text: str, task: Task, *, windows: int, length: int | None, seed: int
     ) -> Windows:
         """Windows at random places of a text; see `Task.drawn`."""
-        length = length or task.window_length
-        key = (text, task.key, windows, length, seed)
-        if key not in self._drawn:
-            self._drawn[key] = task.drawn(text, windows=windows, length=length, seed=seed)
-            self.say_note(self._drawn[key])
-        return self._drawn[key]
+        extent = {"windows": windows, "length": length or task.window_length}
+        return self._cut(self._drawn, task.key, task.drawn, text, **extent, seed=seed)
 
     def from_start(self, text: str, task: Task, *, length: int, limit: int) -> Windows:
         """Windows from the beginning of a text; see `Task.from_start`."""
-        key = (text, task.key, length, limit)
-        if key not in self._from_start:
-            self._from_start[key] = task.from_start(text, length=length, limit=limit)
-            self.say_note(self._from_start[key])
-        return self._from_start[key]
+        extent = {"length": length, "limit": limit}
+        return self._cut(self._from_start, task.key, task.from_start, text, **extent)
+
+    def _cut(
+        self,
+        known: dict[object, Windows],
+        task: object,
+        cut: Callable[..., Windows],
+        text: str,
+        **extent: int,
+    ) -> Windows:
+        key = (text, task, *extent.values())
+        if key not in known:
+            known[key] = cut(text, **extent)
+            self.say_note(known[key])
+        return known[key]
 
     def say_note(self, windows: Windows) -> None:
         """Says once what the user should know about a text."""

@@ -10,10 +10,19 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import (
+    MISSING,
+    Field,
+    asdict,
+    dataclass,
+    field,
+    fields,
+    is_dataclass,
+    replace,
+)
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar, dataclass_transform
 
 from kl_lens.base import units
 from kl_lens.base.errors import KLLensError, PlanError
@@ -154,6 +163,7 @@ class Option:
     bare: Any = None  # the value if the flag is given without one
     several: bool = False  # its value is a tuple
     excludes: str = ""  # options with the same word here exclude each other
+    former: tuple[str, ...] = ()  # names that it had: understood, not shown
     attribute: str = ""  # the field
     within: str = ""  # the field that holds the group or mapping which it is in
 
@@ -164,6 +174,8 @@ class Option:
     @property
     def meaning(self) -> str:
         """The help text, with the default if there is one."""
+        if self.several and self.choices:
+            return f"{self.help}: of {', '.join(self.choices)}"
         if self.required or self.is_switch or self.default in (None, (), ""):
             return self.help
         default = f"default: {self.spelled(self.default)}"
@@ -266,8 +278,9 @@ def grouped(title: str, **metadata: Any) -> Callable[..., Any]:
 
 
 def group(kind: type[Any], **changed: Any) -> Any:
-    """A field with a group of settings. `changed`: its options that are different in this command."""
-    usual = kind(**{name: option.default for name, option in changed.items()})
+    """A field with a group of settings. `changed`: its options that are different in this command; None: it has none of
+    this name."""
+    usual = kind(**{name: option and option.default for name, option in changed.items()})
     return field(default=usual, metadata={"holds": kind, "changed": changed})
 
 
@@ -285,6 +298,7 @@ def options_of(settings: type[Settings]) -> tuple[Option, ...]:
             options += [
                 _option(changed.get(g.name, g), g.name, inner[g.name], within=f.name)
                 for g in fields(kind)
+                if changed.get(g.name, g) is not None
             ]
         else:
             options.append(_option(f, f.name, hints[f.name]))
@@ -333,16 +347,19 @@ def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
 
 def converted(settings: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
     """Values from Python or YAML, or strings as on the command line ("4.5MB", "int4,int8"). None: not given."""
-    options = {option.name: option for option in options_of(settings)}
+    options = options_of(settings)
+    named = {name: o for o in options for name in (*o.former, o.name)}
     attributes = {}
     for name, value in values.items():
-        if name not in options:
+        if name not in named:
+            names = sorted(option.name for option in options)
             raise KLLensError(
-                f"{settings.verb} has no setting {name!r}; it has {', '.join(sorted(options))}"
+                f"{settings.verb} has no setting {name!r}; it has {', '.join(names)}"
             )
         if value is not None:
-            attributes[name] = options[name].from_python(value)
-            options[name].check(attributes[name])
+            option = named[name]
+            attributes[option.name] = option.from_python(value)
+            option.check(attributes[option.name])
     return attributes
 
 
@@ -358,9 +375,16 @@ def from_python(settings: type[S], values: Mapping[str, Any]) -> S:
 
 
 S = TypeVar("S", bound="Settings")
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def with_options(kind: type[T]) -> type[T]:
+    """A frozen dataclass with keywords, whose fields describe options."""
+    return dataclass(frozen=True, kw_only=True)(kind)
+
+
+@with_options
 class Settings:
     """Of one verb, whose name is that of its module or folder in `study`."""
 
@@ -387,6 +411,10 @@ class Settings:
                 ungrouped[within] = changed
         return cls(**ungrouped)
 
+    def parts(self) -> Mapping[str, Settings]:
+        """What is done one after another, by target."""
+        return {"": self}
+
     def check(self) -> None:
         """Raises KLLensError if these settings cannot work, before anything is opened: by their values, and by options
         that exclude each other. Verbs add their own rules."""
@@ -403,6 +431,31 @@ class Settings:
                 flag := exclusive.setdefault(option.excludes, option.flag)
             ) != option.flag:
                 raise KLLensError(f"{flag} and {option.flag}: give only one of them")
+
+
+@with_options
+class ForTargets(Settings):
+    """Of a verb that serves one target after another."""
+
+    target: Names | None = option(
+        None,
+        "runtimes, one after another: their formats, arithmetic and files",
+        choices=TARGETS,
+    )
+
+    @property
+    def runtime(self) -> str | None:
+        """The target of this part of the work."""
+        return self.target[0] if self.target else None
+
+    def parts(self) -> dict[str, Self]:
+        names = self.target
+        return {n: replace(self, target=(n,)) for n in names} if names else {"": self}
+
+    def check(self) -> None:
+        super().check()
+        if self.target == ():
+            raise KLLensError("--target names no target; give for example gguf")
 
 
 def command_of(settings: Settings) -> list[str]:
@@ -439,7 +492,7 @@ def as_yaml(settings: Settings) -> str:
 loading = grouped("loading the model")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class Opening:
     """How a model is opened."""
 
@@ -464,13 +517,36 @@ class Opening:
     images: Folder | None = loading(
         None, "for a classifier: a folder of CLASS/*.png, or of train/, val/, test/"
     )
+    weights: str | None = loading(
+        AUTO,
+        "disk: weights are read one block at a time, with the same results; auto: disk if they do not fit into free "
+        "memory, or into --working-memory",
+        choices=PLACES,
+    )
+    working_memory: Size | None = loading(
+        None,
+        "what KL Lens itself may use for cached states and outputs, and for weights if the model is larger (default: "
+        f"{units.spell_bytes(DEFAULT_MEMORY)}; on a GPU most of its free memory)",
+        former=("memory_budget",),
+    )
+
+    @property
+    def memory(self) -> int:
+        return self.working_memory or DEFAULT_MEMORY
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `kl_lens.load`."""
+        named = {**asdict(self), "memory_budget": self.working_memory}
+        del named["working_memory"]
+        return named | {"weights": self.weights or MEMORY}
 
 
 OPENING_NAMES = tuple(f.name for f in fields(Opening))
 calibration_text = grouped("calibration text")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class Calibration:
     """The text that the sweep measures on."""
 
@@ -485,7 +561,7 @@ class Calibration:
     seed: Seed = calibration_text(42, "chooses the windows")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class HeldOut:
     """Text that plans are measured on; it must not overlap the calibration text."""
 
@@ -506,11 +582,12 @@ class HeldOut:
 
 
 FORWARD_ONLY = "predict from forward passes alone, not from gradients, and measure all that a plan uses"
-wanted = grouped("target size or loss (give one)", excludes="limit")
-in_use = grouped("target size or loss (give one)")
+LIMIT = "limit on size or loss (give one)"
+wanted = grouped(LIMIT, excludes="limit")
+in_use = grouped(LIMIT)
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class Limits:
     """What is asked of a plan; at most one is given."""
 
@@ -525,7 +602,7 @@ class Limits:
     )
     memory: Size | None = wanted(
         None,
-        "the best plan that runs within this memory: file, states, caches and the runtime's own share, as 8GB",
+        "the best plan that runs on a device with this memory: file, states, caches and the runtime's share, as 8GB",
     )
     context: Context | None = in_use(
         None, "tokens that each sequence may have, as 32k (default: 4096)"
@@ -544,6 +621,10 @@ class Limits:
             if self.memory is None
             else Usage(self.context or Usage.context, self.batch or Usage.batch)
         )
+
+    def measured(self, *, beside: bool) -> dict[str, float]:
+        """The limit on the loss if whole plans are measured for it: not `beside` another limit."""
+        return {} if beside or self.bytes is not None else self.loss
 
     @property
     def loss(self) -> dict[str, float]:
@@ -570,7 +651,7 @@ class Limits:
 several = grouped("several processes")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class Processes:
     """Where a sweep runs: this process, several on this machine, or a Ray cluster."""
 
@@ -589,7 +670,7 @@ class Processes:
 _tasks = grouped("tasks (lm-eval)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class Tasks:
     """Tasks of lm-eval."""
 
@@ -621,7 +702,7 @@ class Tasks:
 running = grouped("running")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class Runtime:
     """How a runtime opens a file."""
 
@@ -642,12 +723,7 @@ class Runtime:
 
 # -- options that several commands have ---------------------------------------------------------------------
 
-memory = partial(
-    loading,
-    DEFAULT_MEMORY,
-    "for cached states and outputs, and for weights if the model is larger; on a GPU the default is most of its free "
-    "memory",
-)
+of_targets = partial(option, None, choices=TARGETS, metavar="LIST", former=("targets",))
 of_run = partial(option, None, f"the run folder (default: {DEFAULT_RUN})")
 of_new_run = partial(option, None, "the run folder (default: runs/<model>)")
 of_model = partial(option, DEFAULT_MODEL, VERB_MODEL, positional=True, nargs="?")
@@ -661,25 +737,8 @@ of_files = partial(
 )
 of_plans = partial(option, "all", "plans of the run: a, or a,b, or all", metavar="NAMES")
 moved_model = partial(option, None, "the run's model, if it has moved")
-place_of_weights = partial(
-    loading,
-    AUTO,
-    "disk: weights are read one block at a time, with the same results; auto: disk if they do not fit into free "
-    "memory, or into --memory-budget",
-    choices=PLACES,
-)
 
 
 def new_run_folder(run: str | None, model_name: str) -> Path:
     """--run DIR, or runs/<model>."""
     return Path(run) if run else Path("runs") / units.tag_of(model_name)
-
-
-def chosen_targets(names: tuple[str, ...] | None, *others: str) -> tuple[str, ...]:
-    """The targets of --targets, or all of them and `others`."""
-    known = (*others, *TARGETS)
-    if unknown := [name for name in names or () if name not in known]:
-        raise KLLensError(
-            f"--targets: no target is called {unknown[0]!r}; there are {', '.join(known)}"
-        )
-    return known if names is None else names

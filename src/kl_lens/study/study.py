@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kl_lens.base.environment import quiet_libraries
 from kl_lens.base.errors import KLLensError
 from kl_lens.study import settings as of
-from kl_lens.study.events import Bars, Events
+from kl_lens.study.events import Bars, Events, Several
 from kl_lens.study.keywords import Method, verb
 from kl_lens.study.session import Session
 from kl_lens.study.settings import DEFAULT_MODEL, OPENING_NAMES, Settings
@@ -135,7 +135,9 @@ class Study:
     @property
     def model(self) -> LoadedModel:
         """The opened model."""
-        return self.session.model(str(self._model), of.Opening(**self._loading))
+        return self.session.model(
+            str(self._model), of.Opening(**{"weights": None} | self._loading)
+        )
 
     @cached_property
     def folder(self) -> Path:
@@ -165,9 +167,9 @@ class Study:
             if isinstance(self._model, str | Path)
             else self._model.source or self._model.name
         )
-        from_study = {"model": str(name), "target": self.target, **self._loading}
-        if verb == "run" and self.target is not None:
-            from_study["targets"] = (self.target,)
+        from_study = {"model": str(name), **self._loading}
+        if verb not in ("evaluate", "benchmark"):  # they take all files
+            from_study["target"] = self.target
         names = {option.name for option in of.options_of(kind)}
         if "run" in names:
             from_study["run"] = (
@@ -183,7 +185,9 @@ class Study:
         return self.session.do(settings)
 
     def _done(self, verb: str, **given: Any) -> Any:
-        return self.do(self.settings(verb, **given))
+        """Of several targets the last."""
+        result = self.do(self.settings(verb, **given))
+        return [*result.results.values()][-1] if isinstance(result, Several) else result
 
     # -- the verbs --------------------------------------------------------------------------------------------
 
@@ -195,7 +199,7 @@ class Study:
     @_verb("inspect")
     def inspect(self, **flags: Unpack[typed.Inspect]) -> LoadedModel:
         """The model, with its blocks and components (`anatomy`)."""
-        return self._done("inspect", **flags).model
+        return self._done("inspect", **flags)
 
     @_verb("calibrate")
     def calibrate(self, **flags: Unpack[typed.Calibrate]) -> StoredStatistics:
@@ -211,7 +215,7 @@ class Study:
     @_verb("paper")
     def rank(self, **flags: Unpack[typed.Rank]) -> Ranking:
         """Which metric predicts the damage on held-out text."""
-        return self._done("paper", **flags).ranking
+        return self._done("paper", **flags)
 
     @_verb("plan", "frontier")
     def plan(self, **flags: Unpack[typed.Plan]) -> Plan:
@@ -234,7 +238,7 @@ class Study:
         A plan that was changed in Python is written to the run folder first.
         """
         name = plan if plan is None or isinstance(plan, str) else self._kept(plan)
-        return self._done("export", plan=name, **flags).files[-1].folder
+        return self._done("export", plan=name, **flags)[-1].folder
 
     @_verb("evaluate")
     def evaluate(
@@ -256,7 +260,7 @@ class Study:
     ) -> Rows[Profile]:
         """Speed and memory of these files, or of all files of the run."""
         result = _complete(self._done("benchmark", artifacts=files, **flags))
-        return _rows(result.report.profiles)
+        return _rows(result.profiles)
 
     @_verb("autopsy")
     def autopsy(self, file: Path | str, **flags: Unpack[typed.Autopsy]) -> Autopsy:
@@ -320,7 +324,7 @@ def compare(
 @_verb("benchmark")
 def benchmark(*files: Path | str, **flags: Unpack[typed.BenchmarkAlone]) -> Rows[Profile]:
     """Speed and memory of exported folders or `.gguf` files."""
-    return _rows(_alone("benchmark", artifacts=files, **flags).report.profiles)
+    return _rows(_alone("benchmark", artifacts=files, **flags).profiles)
 
 
 @_verb("generate")

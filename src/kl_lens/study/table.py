@@ -11,18 +11,12 @@ from kl_lens.run.folder import Run
 from kl_lens.run.sharing import write_shared
 from kl_lens.study import settings as of
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Settings, option
-from kl_lens.targets import TARGETS
+from kl_lens.study.settings import ForTargets, option, with_options
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableSettings(Settings):
+@with_options
+class TableSettings(ForTargets):
     run: of.Folder | None = of.of_run()
-    target: str | None = option(
-        None,
-        "measured with this target's activations (default: what was measured first)",
-        choices=TARGETS,
-    )
     csv: bool = option(False, "print CSV, with every metric and its error")
     out: of.Shared | None = option(
         None,
@@ -40,7 +34,7 @@ class TableResult:
 def table(settings: TableSettings, session: Session) -> TableResult:
     folder = Path(settings.run or of.DEFAULT_RUN)
     with Run.open(folder) as run:
-        rows = run.table(target=settings.target, predicted=True).rows()
+        rows = run.table(target=settings.runtime, predicted=True).rows()
         if not rows:
             raise RunError(
                 f"{folder} has no sensitivities; measure some with: kl-lens measure MODEL --run {folder}"

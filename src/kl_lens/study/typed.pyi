@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 class Run(TypedDict, total=False):
-    weights: Literal['auto', 'memory', 'disk']
-    memory_budget: int | str
     text: str
     windows: int | None
     window_length: int | None
@@ -15,7 +13,6 @@ class Run(TypedDict, total=False):
     workers: int | None
     formats: Sequence[str] | str | None
     menu: Literal['short', 'full', 'small'] | None
-    paper: bool
     max_bytes: int | str | None
     max_loss: float
     max_drop: float | str | None
@@ -24,8 +21,9 @@ class Run(TypedDict, total=False):
     batch: int | None
     budget: float | str | None
     exhaustive: bool
+    forward_only: bool
     table: str | None
-    targets: Sequence[str] | str | None
+    target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu']] | str | None
     rivals: Literal['none', 'usual', 'all']
     evaluation_text: str
     evaluation_windows: int | None
@@ -48,7 +46,6 @@ class Inspect(TypedDict, total=False):
     max_bytes: int | str | None
 
 class Calibrate(TypedDict, total=False):
-    weights: Literal['auto', 'memory', 'disk']
     text: str | None
     windows: int | None
     window_length: int | None
@@ -56,7 +53,7 @@ class Calibrate(TypedDict, total=False):
     again: bool
 
 class Measure(TypedDict, total=False):
-    weights: Literal['auto', 'memory', 'disk']
+    target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu']] | str | None
     text: str
     windows: int | None
     window_length: int | None
@@ -65,7 +62,6 @@ class Measure(TypedDict, total=False):
     held_out_windows: int
     ray: str | None
     workers: int | None
-    target: Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu'] | None
     formats: Sequence[str] | str | None
     components: str | None
     states: bool
@@ -76,12 +72,11 @@ class Measure(TypedDict, total=False):
     context: int | str | None
     batch: int | None
     exhaustive: bool
-    memory_budget: int | str
+    forward_only: bool
     precision: Literal['float32', 'tf32x3', 'tf32'] | None
     shard: str | None
 
 class Rank(TypedDict, total=False):
-    weights: Literal['auto', 'memory', 'disk']
     ray: str | None
     workers: int | None
     evaluation_text: str
@@ -89,8 +84,7 @@ class Rank(TypedDict, total=False):
     other_text: Sequence[str] | str
 
 class Plan(TypedDict, total=False):
-    weights: Literal['auto', 'memory', 'disk']
-    memory_budget: int | str
+    target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu']] | str | None
     paper: Literal['cpu', 'gpu'] | None
     metric: str | None
     no_head: bool
@@ -105,7 +99,6 @@ class Plan(TypedDict, total=False):
     context: int | str | None
     batch: int | None
     max_bpw: float | None
-    max_kl: float | None
     min_speed: float | None
     minimise: Literal['bytes', 'kl', 'seconds'] | None
     verify: bool
@@ -113,12 +106,10 @@ class Plan(TypedDict, total=False):
     tune: int | None
     held_out: str
     held_out_windows: int
-    target: Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu'] | None
     plan: str | None
 
 class Frontier(TypedDict, total=False):
-    weights: Literal['auto', 'memory', 'disk']
-    memory_budget: int | str
+    target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu']] | str | None
     paper: Literal['cpu', 'gpu'] | None
     metric: str | None
     no_head: bool
@@ -133,7 +124,6 @@ class Frontier(TypedDict, total=False):
     context: int | str | None
     batch: int | None
     max_bpw: float | None
-    max_kl: float | None
     min_speed: float | None
     minimise: Literal['bytes', 'kl', 'seconds'] | None
     verify: bool
@@ -141,11 +131,10 @@ class Frontier(TypedDict, total=False):
     tune: int | None
     held_out: str
     held_out_windows: int
-    target: Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu'] | None
     plan: str | None
 
 class Export(TypedDict, total=False):
-    target: Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu']
+    target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu']] | str
     format: str | None
     out: Path | str | None
     static_tokens: int | None
@@ -153,23 +142,20 @@ class Export(TypedDict, total=False):
     activation_groups: str | None
     include_tokenizer: bool | None
     part_bytes: int | str | None
-    weights: Literal['auto', 'memory', 'disk']
 
 class Evaluate(TypedDict, total=False):
-    memory_budget: int | str
     plan: str
-    targets: Sequence[str] | str | None
+    target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu', 'torch']] | str | None
     perplexity: str | None
     divergence: str | None
     positions: str | None
-    window: int | None
+    window_length: int | None
     stride: int | None
-    limit: int | None
+    windows: int | None
     tasks: Sequence[str] | str | None
     task_data: Path | str | None
     task_limit: int | None
-    chart: Path | str | None
-    max_drop: float | str | None
+    task_drop: float | str | None
     exact: bool
     runtime_device: str
     threads: int | None
@@ -185,7 +171,7 @@ class Compare(TypedDict, total=False):
 
 class Benchmark(TypedDict, total=False):
     plan: str
-    targets: Sequence[str] | str | None
+    target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu']] | str | None
     threads: int | None
     gpu_layers: int | str
     load: Literal['auto', 'lean', 'read', 'mapped', 'read-plain', 'mapped-plain']
@@ -231,20 +217,19 @@ class EvaluateAlone(TypedDict, total=False):
     bos: Literal['auto', 'yes', 'no']
     template: str | None
     images: str | None
-    memory_budget: int | str
+    working_memory: int | str | None
     plan: str
-    targets: Sequence[str] | str | None
+    target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu', 'torch']] | str | None
     perplexity: str | None
     divergence: str | None
     positions: str | None
-    window: int | None
+    window_length: int | None
     stride: int | None
-    limit: int | None
+    windows: int | None
     tasks: Sequence[str] | str | None
     task_data: Path | str | None
     task_limit: int | None
-    chart: Path | str | None
-    max_drop: float | str | None
+    task_drop: float | str | None
     exact: bool
     runtime_device: str
     threads: int | None
@@ -261,7 +246,7 @@ class CompareAlone(TypedDict, total=False):
 class BenchmarkAlone(TypedDict, total=False):
     run: str | None
     plan: str
-    targets: Sequence[str] | str | None
+    target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu']] | str | None
     device: str
     threads: int | None
     gpu_layers: int | str

@@ -326,6 +326,6 @@ def test_a_folder_is_judged_beside_pytorch_and_generates(
     assert json.loads((exported / "config.json").read_text())["quantization"]["bits"] == 4
     words = "--prompt history --max-new-tokens 3"
     assert main(["generate", str(exported), *words.split()]) == 0
-    judge = "--model reference:hybrid --perplexity wikitext2:test --divergence --window 64 --limit 1"
+    judge = "--model reference:hybrid --perplexity wikitext2:test --divergence --window-length 64 --windows 1"
     assert main(["evaluate", str(exported), *judge.split()]) == 0
     assert "mlx" in capsys.readouterr().out.lower()

@@ -1,7 +1,7 @@
 """`run`: all stages in order.
 
-For each target it measures the target's formats, plans the smallest file within the target KL, exports it and compares
-it with stock recipes. Each stage calls what the command of its name calls; finished stages are not repeated.
+For each target it measures the target's formats, plans the smallest file within a limit on KL, exports it and
+compares it with stock recipes. Each stage calls what the command of its name calls; finished stages are not repeated.
 """
 
 from __future__ import annotations
@@ -15,39 +15,32 @@ from pathlib import Path
 from kl_lens.base.errors import KLLensError, RunError
 from kl_lens.base.files import write_text
 from kl_lens.base.units import human_bytes
-from kl_lens.measuring.perturbation import find_candidates
-from kl_lens.measuring.sweep import Sweep, model_identity, windows_by_cost
+from kl_lens.measuring.sweep import Sweep, model_identity
 from kl_lens.model import LoadedModel
 from kl_lens.model.hub import download
 from kl_lens.run.folder import CALIBRATION, Run
 from kl_lens.run.sharing import SHARED, take_shared
 from kl_lens.study import settings as of
 from kl_lens.study.events import JobEstimate, going_on
-from kl_lens.study.run.background import is_large, leaves_time
-from kl_lens.study.run.forecast import estimate
+from kl_lens.study.run.background import leaves_time
 from kl_lens.study.run.job import UNIFORM_FP16 as UNIFORM_FP16, Job
-from kl_lens.study.run.result import RunResult as RunResult
-from kl_lens.study.run.runner import do_stages
-from kl_lens.study.run.settings import RunSettings as RunSettings
-from kl_lens.study.run.stages import stages_of
+from kl_lens.study.run.settings import RunResult as RunResult, RunSettings as RunSettings
+from kl_lens.study.run.stage import do_stages
+from kl_lens.study.run.stages import completed, estimate, stages_of
 from kl_lens.study.session import Session
 from kl_lens.text.sources import WIKITEXT, label_of
-from kl_lens.weights.recipes import Recipe
 
 
 def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
     begin = time.perf_counter()
     events = session.events
     # Opened in memory, it stays there for all stages.
-    weights = of.MEMORY if settings.needs_memory() else settings.weights
-    model = session.model(
-        settings.model,
-        settings.opening,
-        weights=weights,
-        memory_budget=settings.memory_budget,
-    )
+    opening = settings.opening
+    if settings.needs_memory():
+        opening = replace(opening, weights=of.MEMORY)
+    model = session.model(settings.model, opening)
     if settings.estimate:
-        settings = _completed(settings, model, None)
+        settings = completed(settings, model, None)
         return estimate(settings, model, opened=time.perf_counter() - begin)
     folder = of.new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
@@ -55,7 +48,7 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
         if settings.table:
             settings = _with_table(settings, session, journal, model)
         text = journal.text_identity(CALIBRATION)
-        settings = _completed(
+        settings = completed(
             settings, model, None if text is None else int(text["windows"])
         )
         # It holds the lock until the end.
@@ -130,25 +123,3 @@ def _with_table(
             "tokenizer's"
         )
     return replace(settings, calibration=text)
-
-
-def _completed(
-    settings: RunSettings, model: LoadedModel, begun_with: int | None
-) -> RunSettings:
-    """With the numbers of windows: to calibrate, those of the run if it was begun, or what is cheap for all menus; to
-    judge, few for a large model, because runtimes compute on the CPU."""
-    judged = settings.evaluation_windows or (4 if is_large(model) else 8)
-    text = settings.calibration
-    if (windows := text.windows or begun_with) is None:
-        menus = [settings.menu_of(target, model.anatomy) for target in settings.wanted]
-        recipes = [
-            Recipe.parse(recipe)
-            for recipe in dict.fromkeys(r for menu in menus for r in menu)
-        ]
-        length = text.window_length or model.task.window_length
-        windows = windows_by_cost(
-            model, find_candidates(model.anatomy, recipes)[0], length
-        )
-    return replace(
-        settings, evaluation_windows=judged, calibration=replace(text, windows=windows)
-    )

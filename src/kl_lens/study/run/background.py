@@ -35,9 +35,7 @@ def leaves_time(model: LoadedModel) -> bool:
 
 
 class Background:
-    def __init__(
-        self, model: LoadedModel, opening: Opening, folder: Path, memory_budget: int
-    ) -> None:
+    def __init__(self, model: LoadedModel, opening: Opening, folder: Path) -> None:
         self.files: Ahead | None = None  # that are read
         self._apart: Aside | None = None  # quantizes
         self._quantized: dict[str, Future[None]] = {}  # by target
@@ -47,13 +45,13 @@ class Background:
         # Of a small model several files are read at once, because one does not keep all processors busy, and its stock
         # recipes are quantized before another process could start.
         large = is_large(model)
-        self.files = Ahead(1 if large else AT_ONCE, memory_budget)
+        self.files = Ahead(1 if large else AT_ONCE, opening.memory)
         if large:
             self._apart = aside(
                 max(1, processors() - SPARED),
                 begin_apart,
                 model.source or model.name,
-                replace(opening, device="cpu"),
+                replace(opening, device="cpu", weights=of.DISK),
                 folder,
             )
 
@@ -103,7 +101,7 @@ _apart: LoadedModel  # in the process that quantizes ahead
 def begin_apart(source: str, opening: Opening, folder: Path) -> None:
     global _apart
     session = Session()
-    _apart = session.in_run(session.model(source, opening, weights=of.DISK), folder)
+    _apart = session.in_run(session.model(source, opening), folder)
 
 
 def quantize_apart(parts: Sequence[tuple[str, Recipe]]) -> None:

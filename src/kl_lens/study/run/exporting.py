@@ -40,7 +40,7 @@ class Export(OfTarget):
             return False
         target = self.target
         job.events.tell(f"not exported to {target}: {error}")
-        if job.settings.targets is None and isinstance(error, UnsupportedError):
+        if job.settings.target is None and isinstance(error, UnsupportedError):
             job.left_out[target] = str(error)
             return True
         job.failed.append(f"export --target {target}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,14 +24,13 @@ from kl_lens.run.subjects import current_results
 from kl_lens.study import measure, settings as of
 from kl_lens.study.planner import TargetPlanner
 from kl_lens.study.run.background import Background
-from kl_lens.study.run.settings import RunSettings, supported
+from kl_lens.study.run.settings import RunSettings
 from kl_lens.study.session import Session
 from kl_lens.study.settings import Limits
 from kl_lens.targets import TARGETS, describe_target, earlier_artifact, get_target
 from kl_lens.text.windows import Windows
 
 UNIFORM_FP16 = "uniform_fp16"
-PAPER_FORMATS = ("int4", "int8")
 FIRST_LOOK = 1  # window that shows whether a runtime computes what PyTorch does; a wrong weight shows in each
 
 
@@ -44,9 +43,7 @@ class Job:
         self.journal = journal
         self.events = session.events
         self.folder = journal.folder
-        self.background = Background(
-            model, settings.opening, journal.folder, settings.memory_budget
-        )
+        self.background = Background(model, settings.opening, journal.folder)
         self.targets = [*settings.wanted]  # those that still get a file
         self.exported: dict[str, Path] = {}  # target → folder of the recommendation
         self.early: dict[str, str] = {}  # target → stock plan that was exported ahead
@@ -58,9 +55,7 @@ class Job:
             settings.processes,
             model,
             settings.opening,
-            settings.weights,
             session.events,
-            memory_budget=settings.memory_budget,
         )
         self._opened = model
         self._stock: dict[str, list[Plan]] = {}
@@ -102,7 +97,7 @@ class Job:
         whole = "; ".join(f"{name}: {why}" for name, why in tried.items())
         suitable = [name for name in TARGETS if self._would_do(name)]
         advice = (
-            f"--targets {','.join(suitable)} would do"
+            f"--target {','.join(suitable)} would do"
             if suitable
             else "no target would do"
         )
@@ -198,17 +193,12 @@ class Job:
         ]
         candidates.sort(key=lambda p: -(p.file_bytes or 0))
         names = [UNIFORM_FP16, *(p.name for p in candidates)]
-        storable = supported(get_target(target), PAPER_FORMATS)
-        if self.settings.paper and len(storable) == len(PAPER_FORMATS):
-            names += [f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)]
-            points = [p for p in plans.values() if p.target in (None, target)]
-            names += _best_paper_point(points, plans[name])
         return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
 
     def deciding(self, target: str) -> set[str]:
         """The plans whose files prove the answer, so that only their runtime may judge them: the recommendation, of the
-        stock files that are no larger the nearest and the best, the next larger one, our own plan if it lost to one of
-        them, and what reproduces the paper."""
+        stock files that are no larger the nearest and the best, the next larger one, and our own plan if it lost to
+        one of them."""
         sizes = self.sizes(target)
         losses = self.stock_losses(target)
         recommended = self.settings.recommended(target)
@@ -268,18 +258,15 @@ class Job:
 
     # -- digests ------------------------------------------------------------------------------------------------
 
-    def measurements_digest(self, target: str | None, formats: Sequence[str] = ()) -> str:
-        """Of the measurements for a target, of a staged search what it chose; or of those in `formats`. What was
-        measured besides, for other limits or targets, is no reason to do a stage again."""
+    def measurements_digest(self, target: str) -> str:
+        """Of the measurements for a target, of a staged search what it chose. What was measured besides, for other
+        limits or targets, is no reason to do a stage again."""
         role = self.journal.measured_role(target)
-        chosen = (
-            None if formats else (self.journal.load(SCREENED, role) or {}).get("chosen")
-        )
+        chosen = (self.journal.load(SCREENED, role) or {}).get("chosen")
         rows = [
             (m.component, m.format, m.windows, m.metrics[KL].value)
             for m in self.journal.measurements(role)
-            if (not formats or m.format in formats)
-            and (chosen is None or [m.component, m.format] in chosen)
+            if chosen is None or [m.component, m.format] in chosen
         ]
         return _digest(json.dumps(sorted(rows)).encode())
 
@@ -292,19 +279,6 @@ class Job:
                 for path in paths
             )
         )
-
-
-def _best_paper_point(plans: Iterable[Plan], recommended: Plan) -> list[str]:
-    """The best of the paper's points that are no larger than our plan, by measured KL; else the smallest of all."""
-    points = [
-        choosing.Contender(plan.name, plan.bytes or 0, plan.measured.kl.value, None)
-        for plan in plans
-        if plan.family == "paper" and plan.measured
-    ]
-    ours = choosing.Contender(recommended.name, recommended.bytes or 0, math.nan, None)
-    smallest = min(points, key=lambda point: point.bytes, default=None)
-    best = choosing.best_within(ours, points) or smallest
-    return [] if best is None else [best.name]
 
 
 def _digest(*parts: bytes) -> str:

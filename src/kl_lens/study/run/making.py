@@ -12,9 +12,8 @@ from kl_lens.measuring.sweep import Sweep
 from kl_lens.run.folder import CALIBRATION, RECOMMENDED, recommended_name
 from kl_lens.run.records import CACHES, Plan as StoredPlan
 from kl_lens.study import calibrate, measure, plan
-from kl_lens.study.inspect import InspectResult
 from kl_lens.study.run.costs import Cost, Costs
-from kl_lens.study.run.job import PAPER_FORMATS, UNIFORM_FP16, Job
+from kl_lens.study.run.job import UNIFORM_FP16, Job
 from kl_lens.study.run.settings import NONE
 from kl_lens.study.run.stage import Basis, OfTarget, Stage
 from kl_lens.study.settings import Limits
@@ -26,7 +25,7 @@ class Inspect(Stage):
     verb = "inspect"
 
     def work(self, job: Job) -> object:
-        return InspectResult(job.model)
+        return job.model
 
     def cost(self, costs: Costs) -> Cost:
         return Cost(costs.opened)
@@ -72,8 +71,20 @@ class Calibrate(Stage):
 # -- measuring ------------------------------------------------------------------------------------------------
 
 
-class MeasureFormats(Stage):
+class Searched(OfTarget):
+    def is_survived(self, job: Job, error: Exception) -> bool:
+        """For other targets the same limit may be enough."""
+        if not isinstance(error, PlanError | TargetError) or len(job.targets) == 1:
+            return False
+        job.give_up(self.target, f"plan --target {self.target}", str(error))
+        return True
+
+
+class Measure(Searched):
     verb = "measure"
+
+    def applies(self, job: Job) -> bool:
+        return super().applies(job) and job.settings.table is None
 
     def begin(self, job: Job, passed: Stage | None) -> None:
         """The text is tokenized while the FP16 file is written and tried, which needs one processor."""
@@ -91,41 +102,18 @@ class MeasureFormats(Stage):
 
     def work(self, job: Job) -> object:
         exhaustive = job.settings.exhaustive
-        formats, limits = (
-            (PAPER_FORMATS, Limits())
-            if self.target is None
-            else (job.menu(self.target), job.limits(self.target))
-        )
         return measure.measure_recipes(
             job.session,
-            Sweep(job.model, job.journal, memory_budget=job.settings.memory_budget),
-            formats,
+            Sweep(job.model, job.journal, memory_budget=job.settings.opening.memory),
+            job.menu(self.target),
             job.draw_windows(),
             job.hire,
             target=self.target,
-            limits=Limits() if exhaustive else limits,
+            limits=Limits() if exhaustive else job.limits(self.target),
             held_out=job.settings.held_out,
             exhaustive=exhaustive,
             forward_only=job.settings.forward_only,
         )
-
-
-class MeasurePaper(MeasureFormats):
-    """Weights alone."""
-
-
-class Searched(OfTarget):
-    def is_survived(self, job: Job, error: Exception) -> bool:
-        """For other targets the same limit may be enough."""
-        if not isinstance(error, PlanError | TargetError) or len(job.targets) == 1:
-            return False
-        job.give_up(self.target, f"plan --target {self.target}", str(error))
-        return True
-
-
-class Measure(Searched, MeasureFormats):
-    def applies(self, job: Job) -> bool:
-        return super().applies(job) and job.settings.table is None
 
     def cost(self, costs: Costs) -> Cost:
         return costs.measuring(self.target)
@@ -150,7 +138,7 @@ class MeasureCaches(OfTarget):
         text = replace(job.settings.calibration, windows=None, window_length=None)
         return measure.measure_states(
             job.session,
-            Sweep(job.model, job.journal, memory_budget=job.settings.memory_budget),
+            Sweep(job.model, job.journal, memory_budget=job.settings.opening.memory),
             job.session.calibration_windows(
                 measure.states_text(text, job.model), job.model.task
             ),
@@ -179,26 +167,6 @@ class PlanFP16(Stage):
             if name not in job.targets:
                 job.events.tell(f"left out: {describe_target(name).lacks()}")
         job.refuse_without_target()
-
-
-class PlanPaper(Stage):
-    """The paper's points."""
-
-    verb = "plan"
-
-    def basis(self, job: Job) -> Basis:
-        return Basis(
-            "plan paper",
-            asdict(job.settings.held_out),
-            job.measurements_digest(None, PAPER_FORMATS),
-            ["plans/uniform_int?.json", "plans/*_point[0-9][0-9].json"],
-        )
-
-    def work(self, job: Job) -> object:
-        planner = job.planner()
-        table = job.journal.table()
-        points = plan.published_points(planner, table, "cpu", plan.Choosing())
-        return plan.finished(planner, table, points, verify=True)
 
 
 class PlanStock(OfTarget):

@@ -14,7 +14,7 @@ from kl_lens.planning import stored_plans
 from kl_lens.profiling.benchmark import UseSettings
 from kl_lens.reporting import write_report
 from kl_lens.run.records import ARTIFACT, Subject
-from kl_lens.study import benchmark, evaluate, paper
+from kl_lens.study import benchmark, evaluate
 from kl_lens.study.run.costs import Cost, Costs
 from kl_lens.study.run.exporting import (
     ExportFP16,
@@ -22,36 +22,12 @@ from kl_lens.study.run.exporting import (
     ExportRivals,
     ExportStock,
 )
-from kl_lens.study.run.job import PAPER_FORMATS, UNIFORM_FP16, Job
+from kl_lens.study.run.job import UNIFORM_FP16, Job
 from kl_lens.study.run.stage import Basis, Stage
 from kl_lens.targets import get_target
 
 PROMPTS = ("The history of the city", "In the early years of the war ,")
 NARROW = 1.05  # ends of a speed's interval: closer together, it is timed no longer
-
-
-class Rank(Stage):
-    """Which of the paper's metrics predicts the damage."""
-
-    verb = "paper"
-
-    def basis(self, job: Job) -> Basis:
-        settings = job.settings
-        windows = settings.evaluation_windows or 0
-        inputs = job.measurements_digest(None, PAPER_FORMATS)
-        return Basis("rank", (settings.evaluation_text, windows), inputs)
-
-    def work(self, job: Job) -> object:
-        settings = job.settings
-        return paper.rank_metrics(
-            job.session,
-            job.journal,
-            job.model,
-            settings.evaluation_text,
-            settings.evaluation_windows or 0,
-            job.hire,
-            formats=PAPER_FORMATS,
-        )
 
 
 class Compare(Stage):

@@ -1,9 +1,10 @@
-"""What `run` is asked to do, and the formats that follow from it."""
+"""What `run` is asked to do, the formats that follow from it, and what it made."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kl_lens.base.errors import KLLensError, PlanError
 from kl_lens.base.units import spell_bytes, spell_share
@@ -19,6 +20,7 @@ from kl_lens.study.settings import (
     Tasks,
     group,
     option,
+    with_options,
 )
 from kl_lens.targets import (
     Target,
@@ -30,7 +32,7 @@ from kl_lens.targets import (
 from kl_lens.weights.recipes import Recipe
 
 MAX_LOSS = 0.01  # nats per token: about one percent of perplexity
-OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
+OPTIONAL_STAGES = ("evaluate", "benchmark", "report")
 SHORT = "short"
 FULL = "full"
 SMALL = "small"
@@ -39,12 +41,10 @@ _ANY_SHAPE = (1024, 1024)  # every format fits it
 _proof = of.grouped("checking the result")
 
 
-@dataclass(frozen=True, kw_only=True)
+@with_options
 class RunSettings(of.Settings):
     model: of.Model = of.of_model()
     opening: Opening = group(Opening)
-    weights: str = of.place_of_weights()
-    memory_budget: of.Size = of.memory()
     calibration: Calibration = group(
         Calibration,
         windows=of.calibration_text(
@@ -62,10 +62,6 @@ class RunSettings(of.Settings):
         "small if no file of the short menu is as small as --budget or --max-bytes)",
         choices=(SHORT, FULL, SMALL),
     )
-    paper: bool = option(
-        False,
-        "also reproduce the paper: its INT4 and INT8 points, its ranking of metrics",
-    )
     limits: Limits = group(
         Limits, max_loss=of.wanted(MAX_LOSS, "the smallest file with at most this KL")
     )
@@ -79,9 +75,8 @@ class RunSettings(of.Settings):
         "measure nothing: plan from the sensitivities that kl-lens table --out wrote, or published ones",
         metavar="FILE|ORG/NAME",
     )
-    targets: of.Names | None = _proof(
-        None,
-        "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)",
+    target: of.Names | None = of.of_targets(
+        "runtimes to make files for (default: openvino,gguf; mlx if only that is installed)"
     )
     rivals: str = _proof(
         plan.USUAL, "stock recipes to compare with", choices=(NONE, plan.USUAL, plan.ALL)
@@ -89,7 +84,7 @@ class RunSettings(of.Settings):
     evaluation_text: of.Text = _proof("wikitext2:test", "text that files are scored on")
     evaluation_windows: of.Count | None = _proof(
         None,
-        "number of windows for rank and evaluate (default: 8; 4 for a large model on few processors)",
+        "number of windows (default: 8; 4 for a large model on few processors)",
     )
     tune: of.Count | None = plan.tuning(
         f"tune the recommended plans, as kl-lens plan --tune does (default: {plan.TUNING_WINDOWS} windows)",
@@ -100,23 +95,23 @@ class RunSettings(of.Settings):
     repeats: of.Count = _proof(3, "repeats of each timing")
     threads: of.Threads | None = _proof(None, "threads of the runtimes (default: all)")
     without: of.Names = _proof(
-        (), "stages to skip, of rank, evaluate, benchmark, report", metavar="STAGES"
+        (), f"stages to skip, of {', '.join(OPTIONAL_STAGES)}", metavar="STAGES"
     )
     again: bool = _proof(False, "repeat stages that are already done")
     estimate: bool = option(
-        False, "only estimate time, memory and disk (without --paper, --tune and tasks)"
+        False, "only estimate time, memory and disk (without --tune and tasks)"
     )
 
     @property
     def named(self) -> tuple[str, ...]:
-        return of.chosen_targets(self.targets or usual_targets())
+        return self.target or usual_targets()
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The targets of --targets, or the usual ones that are installed."""
+        """The targets of --target, or the usual ones that are installed."""
         return (
             self.named
-            if self.targets
+            if self.target
             else tuple(t for t in self.named if not describe_target(t).lacks())
         )
 
@@ -161,16 +156,16 @@ class RunSettings(of.Settings):
             if not supported(target, self.formats or ()):
                 raise PlanError(
                     f"--formats {','.join(self.formats or ())}: {target.title} supports none of them; leave it out "
-                    f"with --targets, or add some of {', '.join(target.formats)}"
+                    f"with --target, or add some of {', '.join(target.formats)}"
                 )
-        if self.table and (self.paper or self.exhaustive or self.formats):
+        if self.table and (self.exhaustive or self.formats):
             raise KLLensError(
-                "--table measures nothing: leave out --paper, --exhaustive and --formats, or --table"
+                "--table measures nothing: leave out --exhaustive and --formats, or --table"
             )
         self.limits.check()
         self.held_out.check(searches=self.limits.bytes is None and self.budget is None)
         self.tasks.check()
-        if self.weights == of.DISK and (why := self.needs_memory()):
+        if self.opening.weights == of.DISK and (why := self.needs_memory()):
             raise KLLensError(
                 f"--weights disk does not work with {why}, which needs the model in memory"
             )
@@ -178,11 +173,28 @@ class RunSettings(of.Settings):
     def needs_memory(self) -> str | None:
         """What cannot work with weights on disk, of all that is asked for."""
         whole = [
-            f"--targets {name}"
+            f"--target {name}"
             for name in self.wanted
             if not describe_target(name).streams
         ]
         return next(iter(["--tune"] * (self.tune is not None) + whole), None)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    settings: RunSettings
+    folder: Path
+    # Target → plans that were compared, the recommendation last.
+    plans: dict[str, list[str]]
+    exported: dict[str, Path]  # target → folder of the recommendation there
+    failed: list[str]  # commands that failed
+    without_file: dict[str, str]  # target → why it has no file, or none that works
+    seconds: float
+    generates: bool = True  # the model writes text
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failed else 0
 
 
 def supported(target: Target, recipes: Sequence[str]) -> list[str]:
