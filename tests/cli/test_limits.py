@@ -27,9 +27,7 @@ def calibrated(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def words(calibrated: Path, tiny_folder: Path, tmp_path: Path) -> list[str]:
     folder = shutil.copytree(calibrated, tmp_path / "run")
     command = f"measure {tiny_folder} --run {folder} --text {tiny_folder / 'text.txt'} --window-length 32 --windows 3"
-    more = (
-        "--target openvino --max-loss 0.05 --held-out wikitext2:test --held-out-windows 4"
-    )
+    more = "--target openvino --max-loss 0.05 --held-out wikitext2:test --held-out-windows 4 --gradients"
     return [*command.split(), *more.split()]
 
 
@@ -77,18 +75,18 @@ def test_a_small_menu_is_measured_where_gradients_cost_more(
 
 
 @pytest.mark.usefixtures("cheap_gradients")
-@pytest.mark.parametrize("forward_only", [True, False])
+@pytest.mark.parametrize("asked_for", [True, False])
 def test_without_gradients_something_is_measured_first(
     words: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys,
-    forward_only: bool,
+    asked_for: bool,
 ) -> None:
     monkeypatch.setattr(measure, "second_order", _failing)
-    assert main([*words, *["--forward-only"] * forward_only]) == 0
+    assert main(words if asked_for else words[:-1]) == 0
     printed = capsys.readouterr()
     sentence = "no gradients of this model (derivative for some_kernel"
-    assert (sentence in printed.out + printed.err) == (not forward_only)
+    assert (sentence in printed.out + printed.err) == asked_for
     with Run.open(tmp_path / "run") as run:
         assert run.load(SECOND_ORDER, CALIBRATION) is None

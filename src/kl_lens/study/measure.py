@@ -162,7 +162,7 @@ class MeasureSettings(ForTargets):
     )
     limits: Limits = group(Limits)  # measure only what such a plan can use
     exhaustive: bool = of.wanted(False, "measure every component in every recipe")
-    forward_only: bool = _what(False, of.FORWARD_ONLY)
+    gradients: bool = _what(False, of.GRADIENTS)
     precision: str | None = _how(
         None,
         "of matrix products on a GPU; tf32 adds noise, which is reported (default: tf32x3, nearly as exact as "
@@ -267,7 +267,7 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
             limits=settings.limits,
             held_out=settings.held_out,
             exhaustive=settings.exhaustive,
-            forward_only=settings.forward_only,
+            gradients=settings.gradients,
             learnt_in=whole,
         )
 
@@ -329,7 +329,7 @@ def measure_recipes(
     limits: Limits | None = None,
     held_out: HeldOut | None = None,
     exhaustive: bool = False,
-    forward_only: bool = False,
+    gradients: bool = False,
     learnt_in: Path | None = None,
 ) -> MeasureResult:
     """Measures a model's components in these recipes, or with limits those that plans within them can use.
@@ -370,7 +370,7 @@ def measure_recipes(
         )
         gradients = (
             bool(limits.given)
-            and not forward_only
+            and gradients
             and Screen(every).gradients_cost_less(model, len(windows))
         )
         if screens and is_worth_it(

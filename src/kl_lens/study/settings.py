@@ -581,7 +581,7 @@ class HeldOut:
             )
 
 
-FORWARD_ONLY = "predict from forward passes alone, not from gradients, and measure all that a plan uses"
+GRADIENTS = "in deep models, predict from gradients and measure only what decides: faster, not as exact"
 LIMIT = "limit on size or loss (give one)"
 wanted = grouped(LIMIT, excludes="limit")
 in_use = grouped(LIMIT)

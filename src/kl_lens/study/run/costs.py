@@ -172,7 +172,7 @@ class Costs:
         share = 1.0  # of the candidates that are measured
         exhaustive = self._settings.exhaustive
         screen = screening.Screen(candidates)
-        gradients = not self._settings.forward_only and screen.gradients_cost_less(
+        gradients = self._settings.gradients and screen.gradients_cost_less(
             model, windows
         )
         if not exhaustive and screening.is_worth_it(

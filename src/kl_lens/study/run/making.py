@@ -112,7 +112,7 @@ class Measure(Searched):
             limits=Limits() if exhaustive else job.limits(self.target),
             held_out=job.settings.held_out,
             exhaustive=exhaustive,
-            forward_only=job.settings.forward_only,
+            gradients=job.settings.gradients,
         )
 
     def cost(self, costs: Costs) -> Cost:

@@ -69,7 +69,7 @@ class RunSettings(of.Settings):
         None, "the best file of at most this share of the FP16 file's size"
     )
     exhaustive: bool = option(False, "measure every component in every format")
-    forward_only: bool = option(False, of.FORWARD_ONLY)
+    gradients: bool = option(False, of.GRADIENTS)
     table: str | None = option(
         None,
         "measure nothing: plan from the sensitivities that kl-lens table --out wrote, or published ones",
