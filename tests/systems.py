@@ -12,8 +12,10 @@ import os
 import platform
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing import resource_tracker, set_start_method
+from pathlib import PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ import transformers
 
 LACKING = {"windows": {"fcntl", "resource"}, "macos": set()}
 PLATFORM = {"windows": "win32", "macos": "darwin"}
+LONGEST_PATH = 180  # of the 260 characters that Windows allows, below a user's folder
 FUNCTIONS = {
     "windows": ("fork", "pread", "preadv", "pwrite", "sched_getaffinity", "sysconf"),
     "macos": ("sched_getaffinity",),
@@ -32,6 +35,18 @@ FUNCTIONS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--system", choices=sorted(PLATFORM))
+
+
+@pytest.hookimpl(tryfirst=True)  # before the folder goes
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Neither system tells `Small` from `small`, and Windows has no names such as `con` and no long paths."""
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if item.config.getoption("--system") and folder:
+        paths = [str(path.relative_to(folder)) for path in folder.rglob("*")]
+        one_file = [path for path, n in Counter(map(str.lower, paths)).items() if n > 1]
+        assert not one_file, "one file where case is ignored"
+        assert not any(map(PureWindowsPath.is_reserved, map(PureWindowsPath, paths)))
+        assert max(map(len, paths), default=0) < LONGEST_PATH
 
 
 @pytest.hookimpl(tryfirst=True)  # before conftest.py imports KL Lens

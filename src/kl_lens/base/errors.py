@@ -75,7 +75,7 @@ _WHAT_TO_DO = {
     errno.EFBIG: "the disk or a limit (ulimit -f) takes no file of this size; use another disk",
 }
 LONGEST_PATH = 248  # characters on Windows, of a folder; of a file 260
-# As Rust spells an error of the system, and other libraries a full disk.
+# As Rust spells an error of the system, and numpy a file that it could not write whole.
 _IN_RUST = re.compile(r"(?:os error |Os { code: )(\d+)")
 _FULL = re.compile("written|free space")
 
@@ -88,7 +88,7 @@ def system_error(error: BaseException) -> OSError | None:
     if spelled := _IN_RUST.search(str(error)):
         number = int(spelled[1])
     elif isinstance(error, OSError) and _FULL.search(str(error)):
-        number = errno.ENOSPC
+        return OSError(errno.ENOSPC, "no space left, or a limit on a file's size")
     return None if number is None else OSError(number, os.strerror(number))
 
 

@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
+MACOS = sys.platform == "darwin"
 WINDOWS = sys.platform == "win32"
 _MACHINE = platform.machine().lower()
 ON_X86 = _MACHINE in ("x86_64", "amd64")  # Windows calls it AMD64

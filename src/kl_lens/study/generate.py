@@ -17,7 +17,7 @@ from kl_lens.base.system import peak_memory
 from kl_lens.study import settings as of
 from kl_lens.study.events import Events
 from kl_lens.study.session import Session
-from kl_lens.study.settings import Runtime, Settings, group, option, with_options
+from kl_lens.study.settings import AUTO, Runtime, Settings, group, option, with_options
 from kl_lens.targets import open_session
 from kl_lens.targets.session import ArtifactTokenizer, Logits, Session as RuntimeSession
 from kl_lens.targets.tokenizer import find_tokenizer
@@ -71,7 +71,9 @@ class GenerateResult:
 
 def generate(settings: GenerateSettings, session: Session) -> GenerateResult:
     begin = time.perf_counter()
-    opened = open_session(settings.artifact, **asdict(settings.runtime.session()))
+    opened = open_session(
+        settings.artifact, **asdict(settings.runtime.session(auto=AUTO))
+    )
     load_seconds = time.perf_counter() - begin
     try:
         tokenizer = find_tokenizer(opened, settings.artifact, settings.tokenizer)

@@ -707,7 +707,9 @@ class Runtime:
     """How a runtime opens a file."""
 
     device: str = running(
-        "CPU", "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX)", metavar="DEVICE"
+        AUTO,
+        "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX); auto: the CPU, and for text on a Mac its GPU",
+        metavar="DEVICE",
     )
     threads: Threads | None = running(None, "default: the runtime's own choice")
     gpu_layers: Layers = running(0, "llama.cpp: layers on a GPU, or all")
@@ -715,10 +717,10 @@ class Runtime:
         AUTO, "llama.cpp: how weights are loaded", choices=(AUTO, *LOAD_MODES)
     )
 
-    def session(self, *, exact: bool = False) -> SessionSettings:
-        return SessionSettings(
-            self.device.upper(), self.threads, self.gpu_layers, exact, self.load
-        )
+    def session(self, *, exact: bool = False, auto: str = "CPU") -> SessionSettings:
+        """`auto`: the device if the user named none."""
+        device = auto if self.device == AUTO else self.device.upper()
+        return SessionSettings(device, self.threads, self.gpu_layers, exact, self.load)
 
 
 # -- options that several commands have ---------------------------------------------------------------------

@@ -109,6 +109,10 @@ class Devices(Required):
         if device != "CPU":
             raise TargetError(f"--device {device}: {self.title} runs on CPU only")
 
+    def for_text(self, settings: SessionSettings) -> SessionSettings:
+        """These settings with the device that people write text on, where it is not the CPU."""
+        return settings
+
     def fewest_threads(self, path: Path) -> int | None:
         """The fewest threads from which on only speed changes, for several sessions at once; None: one at a time."""
         return None

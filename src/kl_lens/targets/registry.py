@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,11 +166,14 @@ def open_session(
     context: int | None = None,
     batch: int = 1,
 ) -> Session:
-    """A session of an exported folder or a bare file. `exact`: in float32; `load`: llama.cpp only. `context`, `batch`:
+    """A session of an exported folder or a bare file. `device`: auto is where people write text, the GPU of a Mac;
+    `exact`: in float32; `load`: llama.cpp only. `context`, `batch`:
     the tokens and sequences that memory is kept for."""
     located, _ = locate(path)
     settings = SessionSettings(device, threads, gpu_layers, exact, load, context, batch)
     target = target_of(located)
+    if device == "auto":
+        settings = target.for_text(replace(settings, device="CPU"))
     target.check_device(settings)
     return target.open(located, settings)
 

@@ -10,7 +10,8 @@ import pytest
 from kl_lens.base.errors import TargetError
 from kl_lens.cli.main import main
 from kl_lens.run.records import Plan
-from kl_lens.targets import LOAD_MODES
+from kl_lens.study.settings import Runtime
+from kl_lens.targets import ALL_LAYERS, LOAD_MODES, SessionSettings, get_target
 from kl_lens.targets.gguf import library, paging, session as session_module
 from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.header import read_header
@@ -133,6 +134,22 @@ def test_a_device_that_llama_cpp_lacks_is_refused(
             TargetError, match=r"--gpu-layers 4: .* has no GPU backend, or finds no GPU"
         ):
             open_session(whole, gpu_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("on_a_mac", "has_gpu", "layers"),
+    [(True, True, ALL_LAYERS), (True, False, 0), (False, True, 0)],
+)
+def test_text_is_written_on_the_gpu_of_a_mac(
+    on_a_mac: bool, has_gpu: bool, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers are compared on the CPU: only what people read is computed in half precision."""
+    target = get_target("gguf")
+    monkeypatch.setattr("kl_lens.targets.gguf.target.MACOS", on_a_mac)
+    monkeypatch.setattr(type(library.find_library()), "has_gpu", has_gpu)
+    assert target.for_text(SessionSettings()).gpu_layers == layers
+    assert target.for_text(SessionSettings(gpu_layers=3)).gpu_layers == 3
+    assert Runtime().session().device == "CPU"
 
 
 def test_state_space_models_have_no_length_limit(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.base.errors import TargetError
 from kl_lens.base.lazy import lazy_modules
+from kl_lens.base.system import MACOS
 from kl_lens.run.records import Artifact, Plan
 from kl_lens.targets import quarantine
 from kl_lens.targets.abilities import (
@@ -25,7 +27,7 @@ from kl_lens.targets.abilities import (
 from kl_lens.targets.exporting import earlier_artifact
 from kl_lens.targets.gguf import library
 from kl_lens.targets.gguf.header import parts_of, read_header
-from kl_lens.targets.session import CACHES, Session, SessionSettings
+from kl_lens.targets.session import ALL_LAYERS, CACHES, Session, SessionSettings
 from kl_lens.weights.formats import Format
 from kl_lens.weights.recipes import FP16, Recipe
 
@@ -214,6 +216,10 @@ class GGUFTarget(Target):
             )
         if settings.gpu_layers:
             library.find_library().require_gpu(settings.gpu_layers)
+
+    def for_text(self, settings: SessionSettings) -> SessionSettings:
+        metal = MACOS and not settings.gpu_layers and library.find_library().has_gpu
+        return replace(settings, gpu_layers=ALL_LAYERS) if metal else settings
 
     def health(self) -> Health:
         basic = super().health()

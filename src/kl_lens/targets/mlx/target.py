@@ -137,6 +137,11 @@ class MLXTarget(FolderTarget):
                 "--device GPU: MLX finds no GPU on this machine; it runs on CPU"
             )
 
+    def for_text(self, settings: SessionSettings) -> SessionSettings:
+        import mlx.core as mx
+
+        return replace(settings, device=GPU) if mx.metal.is_available() else settings
+
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         return (
             None
