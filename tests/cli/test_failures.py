@@ -118,7 +118,7 @@ def test_output_to_a_full_disk_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("name", "advice"),
-    [("file/x.yaml", "use another place"), ("x" * 300, "give a shorter one")],
+    [("file/x.yaml", "use another place"), ("x" * 300, "a shorter ")],
 )
 def test_a_place_that_cannot_be_written_is_said(
     name: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
