@@ -11,7 +11,7 @@ from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.activations import as_deployed
 from kl_lens.targets.gguf.architectures import ARCHITECTURES, get_architecture
-from kl_lens.targets.gguf.export import FORMATS, export
+from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.targets.session import Session
@@ -21,6 +21,7 @@ from tests.families import _COMMON, OTHERS, token_ids
 from tests.targets.gguf import support
 from tests.targets.gguf.support import (
     CONFIGS,
+    FORMATS,
     kl,
     matrices,
     quantize_weights,
@@ -217,11 +218,14 @@ def test_what_llama_cpp_would_compute_differently_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+LONG = ["iq2_s", "iq2_xs"]
+
+
 @pytest.mark.parametrize(
     "types",
     [
-        [name for name in FORMATS if name not in ("fp16", "iq2_s", "iq2_xs")],
-        pytest.param(["iq2_s", "iq2_xs", "q5_0", "q5_1"], marks=pytest.mark.slow),
+        [name for name in FORMATS if name not in LONG],
+        pytest.param(LONG, marks=pytest.mark.slow),
     ],
     ids=["most", "with long tables"],
 )

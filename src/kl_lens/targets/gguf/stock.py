@@ -192,7 +192,7 @@ class FileTensors:
         named = {
             rule.name: component_name(rule.parameter, len(shapes[rule.parameter]))
             for rule in self._architecture.tensors(model.config, shapes)
-            if rule.parameter is not None
+            if rule.parameter is not None and rule.name.endswith(".weight")
         }
         tensors: dict[str, PartTensor] = {}
         counts = Counter[str]()
