@@ -158,18 +158,14 @@ class Found:
     rows: Rows
 
     def rule(self, name: str, shape: tuple[int, ...]) -> TensorRule:
-        first = int(self.rows[0])
-        run = slice(first, first + len(self.rows))
-        in_order = bool((self.rows == np.arange(run.start, run.stop)).all())
-        select = run if in_order else torch.from_numpy(self.rows)
-        return TensorRule(name, self.parameter, partial(_selected, select, shape))
+        rows = torch.from_numpy(self.rows)
+        return TensorRule(name, self.parameter, partial(_selected, rows, shape))
 
 
 def _selected(
-    rows: slice | torch.Tensor, shape: tuple[int, ...], tensor: torch.Tensor
+    rows: torch.Tensor, shape: tuple[int, ...], tensor: torch.Tensor
 ) -> torch.Tensor:
-    chosen = rows if isinstance(rows, slice) else rows.to(tensor.device)
-    return tensor.flatten(0, -2)[chosen].unflatten(0, shape)
+    return tensor.flatten(0, -2)[rows.to(tensor.device)].unflatten(0, shape)
 
 
 def _rules_by_value(info: FileInfo, model: LoadedModel) -> Rules:
