@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.base.errors import CheckpointError, RunError, TargetError
+from kl_lens.cli.main import main
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.folder import Run
@@ -131,13 +132,18 @@ def test_a_template_of_another_revision_names_what_differs(tmp_path: Path) -> No
 def test_what_is_no_template_of_this_model_is_refused(tmp_path: Path) -> None:
     """Of another model, already quantized, or one from which llama.cpp computes something else."""
     model, template = like_a_template("starcoder2", tmp_path)
-    assert "of another model than tiny: 20 of its 20" in refused(tiny("qwen3"), template)
+    other = tiny("qwen3")
+    assert "of another model than tiny: 20 of its 20" in refused(other, template)
+    other.model.save_pretrained(tmp_path / "other")
+    words = f"measure {tmp_path / 'other'} --template {template} --run {tmp_path / 'run'}"
+    assert main(words.split()) == 1
+    assert not (tmp_path / "run").exists()
     _, quantized = like_a_template("starcoder2", tmp_path, "Q8_0")
     line = refused(model, quantized)
     assert "is no template: token_embd.weight is Q8_0" in line
     wrong = {"rope.freq_base": 3.0, "attention.layer_norm_epsilon": 3.0}
-    _, other = like_a_template("starcoder2", tmp_path, **wrong)
-    assert "computes something else than PyTorch" in refused(model, other)
+    _, changed = like_a_template("starcoder2", tmp_path, **wrong)
+    assert "computes something else than PyTorch" in refused(model, changed)
 
 
 def test_a_tensor_of_several_parameters_has_one_type(tmp_path: Path) -> None:
