@@ -335,7 +335,7 @@ def _lfm2(file: _Rebuilt) -> dict[str, Any]:
     return file.kinds("conv") | {"block_auto_adjust_ff_dim": False}
 
 
-_SETTINGS: Mapping[str, Callable[[_Rebuilt], dict[str, Any]]] = {
+_SETTINGS: dict[str, Callable[[_Rebuilt], dict[str, Any]]] = {
     **dict.fromkeys(FAMILIES, lambda _: {}),
     "gemma3_text": _gemma,
     "qwen3_moe": lambda _: {"norm_topk_prob": True},
