@@ -276,15 +276,18 @@ _NORM = {"attention.layer_norm_epsilon": 1e-5}
 _BASE = {"rope.freq_base": 5000.0}
 _SIMILAR = {key: value for key, value in _UNEVEN.items() if key != "head_dim"}
 _HALF = _ROPE | {"partial_rotary_factor": 0.5}
-# Families that are written like a template only: llama.cpp's name → the configuration, and what its file says of it.
+# Families that are written like a template only (transformers writes into their settings of rope): llama.cpp's name → the configuration, and what its file says of it.
 TEMPLATES: dict[str, tuple[Config, dict[str, Any]]] = {
     "stablelm": (
-        families._bare("StableLmConfig", **_SIMILAR, rope_parameters=_ROPE),
+        families._bare("StableLmConfig", **_SIMILAR, rope_parameters={**_ROPE}),
         {**_NORM, **_BASE, "rope.dimension_count": 4, "use_parallel_residual": False},
     ),
     "starcoder2": (
         families._bare(
-            "Starcoder2Config", **_SIMILAR, sliding_window=None, rope_parameters=_ROPE
+            "Starcoder2Config",
+            **_SIMILAR,
+            sliding_window=None,
+            rope_parameters={**_ROPE},
         ),
         {**_NORM, **_BASE},
     ),
