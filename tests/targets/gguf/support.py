@@ -276,7 +276,8 @@ _NORM = {"attention.layer_norm_epsilon": 1e-5}
 _BASE = {"rope.freq_base": 5000.0}
 _SIMILAR = {key: value for key, value in _UNEVEN.items() if key != "head_dim"}
 _HALF = _ROPE | {"partial_rotary_factor": 0.5}
-# Families that are written like a template only (transformers writes into their settings of rope): llama.cpp's name → the configuration, and what its file says of it.
+# Families that are written like a template only: llama.cpp's name → the configuration, and what its file says of it.
+# transformers writes into the settings of rope that it is given.
 TEMPLATES: dict[str, tuple[Config, dict[str, Any]]] = {
     "stablelm": (
         families._bare("StableLmConfig", **_SIMILAR, rope_parameters={**_ROPE}),
