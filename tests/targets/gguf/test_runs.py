@@ -46,7 +46,7 @@ def run(model: Path, folder: Path, *more: str) -> tuple[Path, Score]:
     """The recommended file of 60 % of the bytes in 16 bits, and what the run says of it."""
     opened = load(model, template=more[1] if "--template" in more else None)
     limit = int(0.6 * get_target("gguf").file_bytes(opened, Plan("all", {}, "test")))
-    words = f"run {model} --run {folder} --targets gguf --max-bytes {limit} {SHORT}"
+    words = f"run {model} --run {folder} --target gguf --max-bytes {limit} {SHORT}"
     assert main([*words.split(), *more]) == 0
     with Run.open(folder) as finished:
         scores = read_scores(finished, "divergence")
