@@ -13,6 +13,7 @@ import transformers
 from kl_lens.model import LoadedModel
 from kl_lens.run.records import Plan
 from kl_lens.targets import TARGETS, describe_target, export, read_artifact
+from kl_lens.targets.gguf.stock import FileTensors
 from kl_lens.targets.openvino import stock
 from kl_lens.weights.recipes import Recipe, fitting_recipe
 from tests.families import _ATTENTION, _COMMON, plain, tiny_model
@@ -84,6 +85,12 @@ def test_an_importance_matrix_is_for_all_but_the_head(mamba: LoadedModel) -> Non
                 "q8_0",
             )
             assert recipe.method == ("imatrix" if weighs else "rtn")
+
+
+def test_biases_are_not_counted() -> None:
+    """llama.cpp gives some layers more bits by how many tensors of their kind came before."""
+    parts = FileTensors(tiny("gpt2")).part_tensors
+    assert [parts[f"transformer.h.{i}.mlp.c_proj"].layer for i in range(3)] == [0, 1, 2]
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}

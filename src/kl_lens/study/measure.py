@@ -222,6 +222,8 @@ def measure(settings: MeasureSettings, session: Session) -> MeasureResult:
         else settings.opening
     )
     model = session.model(settings.model, opening)
+    if model.template:  # of another model it is refused before anything is measured
+        get_target("gguf").stock_recipes(model)
     menu: Sequence[str] = settings.formats or DEFAULT_FORMATS
     if settings.formats is None and settings.runtime is not None:
         menu = menu_for(

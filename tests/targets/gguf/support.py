@@ -1,6 +1,6 @@
 """Tiny models of what llama.cpp can hold, plans for them, and comparisons."""
 
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,16 @@ from kl_lens.model.anatomy import component_name
 from kl_lens.model.kernels import fast_kernels
 from kl_lens.model.opening import LoadedModel
 from kl_lens.run.records import Artifact, Plan
+from kl_lens.targets.gguf.header import TensorEntry
 from kl_lens.targets.gguf.writer import ModelTensors
-from kl_lens.weights.formats import get_format
+from kl_lens.weights.formats import get_format, known_formats
+from kl_lens.weights.formats.gguf_blocks import gguf_module
 from kl_lens.weights.recipes import Recipe
 from tests import families
+from tests.families import Config
 
+# That files hold, but for F16.
+FORMATS = [name for name in known_formats() if name.startswith(("q", "iq", "mxfp"))]
 _COMMON = families._COMMON
 _ATTENTION = families._ATTENTION
 _ONE_GROUP = families._ONE_GROUP
@@ -107,7 +112,7 @@ _YARN = {
 _LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 
 
-def _uneven(name: str, **settings: Any) -> Callable[[], transformers.PretrainedConfig]:
+def _uneven(name: str, **settings: Any) -> Config:
     return families._bare(name, **{**_UNEVEN, "rope_parameters": _ROPE, **settings})
 
 
@@ -123,13 +128,13 @@ def _long_rope(dimensions: int) -> dict[str, Any]:
     }
 
 
-def _gemma3(**settings: Any) -> Callable[[], transformers.PretrainedConfig]:
+def _gemma3(**settings: Any) -> Config:
     rope = {"sliding_attention": _ROPE, "full_attention": _LINEAR}
     common = {"num_hidden_layers": 7, "query_pre_attn_scalar": 32, "sliding_window": 8}
     return _uneven("Gemma3TextConfig", rope_parameters=rope, **common, **settings)
 
 
-CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+CONFIGS: dict[str, Config] = {
     "llama": _uneven("LlamaConfig"),
     "llama tied, with biases": _uneven(
         "LlamaConfig", tie_word_embeddings=True, attention_bias=True, mlp_bias=True
@@ -249,10 +254,14 @@ def tiny(
     tokenizer: Any | None = None,
     name: str = "tiny",
 ) -> LoadedModel:
-    """A random model, every parameter (and the expert bias, a buffer) away from zero and one."""
-    chosen = CONFIGS[config]() if isinstance(config, str) else config
+    model = random_model(CONFIGS[config]() if isinstance(config, str) else config)
+    return families.plain(LoadedModel(name, Path("."), model, tokenizer))
+
+
+def random_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
+    """Every parameter (and the expert bias, a buffer) away from zero and one."""
     key = "gguf test"
-    families.CONFIGS[key] = lambda: chosen
+    families.CONFIGS[key] = lambda: config
     try:
         model = families.tiny_model(key)
     finally:
@@ -260,7 +269,96 @@ def tiny(
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.uniform_(-0.3, 0.3)
-    return families.plain(LoadedModel(name, Path("."), model, tokenizer))
+    return model
+
+
+_NORM = {"attention.layer_norm_epsilon": 1e-5}
+_BASE = {"rope.freq_base": 5000.0}
+_SIMILAR = {key: value for key, value in _UNEVEN.items() if key != "head_dim"}
+_HALF = _ROPE | {"partial_rotary_factor": 0.5}
+# Families that are written like a template only: llama.cpp's name → the configuration, and what its file says of it.
+# transformers writes into the settings of rope that it is given.
+TEMPLATES: dict[str, tuple[Config, dict[str, Any]]] = {
+    "stablelm": (
+        families._bare("StableLmConfig", **_SIMILAR, rope_parameters={**_ROPE}),
+        {**_NORM, **_BASE, "rope.dimension_count": 4, "use_parallel_residual": False},
+    ),
+    "starcoder2": (
+        families._bare(
+            "Starcoder2Config",
+            **_SIMILAR,
+            sliding_window=None,
+            rope_parameters={**_ROPE},
+        ),
+        {**_NORM, **_BASE},
+    ),
+    "glm4": (
+        families._bare("Glm4Config", **_EVEN, rope_parameters=_HALF),
+        {
+            **_BASE,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.dimension_count": 8,
+        },
+    ),
+    # Queries, keys and values are one tensor in llama.cpp.
+    "phi2": (
+        families._bare("PhiConfig", **_SIMILAR, rope_parameters=_HALF),
+        {**_NORM, **_BASE, "rope.dimension_count": 8},
+    ),
+}
+_TEXTS = {"general.name": "Anything", "tokenizer.chat_template": "{{ messages }}"}
+
+
+def like_a_template(
+    family: str,
+    folder: Path,
+    kind: str = "F16",
+    *,
+    vocabulary: int = families.VOCABULARY,
+    **settings: Any,
+) -> tuple[LoadedModel, Path]:
+    """A model that KL Lens has no table for, and llama.cpp's file of it, by gguf's own map of names."""
+    config = TEMPLATES[family][0](vocab_size=vocabulary)
+    config.norm_epsilon = config.layer_norm_eps = config.rms_norm_eps = 1e-5
+    model = tiny(config)
+    gguf = gguf_module()
+    path = folder / f"{family}-{kind}.gguf"
+    writer = gguf.GGUFWriter(path, family)
+    for key, value in _TEXTS.items():
+        writer.add_string(key, value)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_array("tokenizer.ggml.tokens", [b"a", b"\xff\xfe", b"c"])
+    common = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+    }
+    add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+    for key, value in (common | TEMPLATES[family][1] | settings).items():
+        add[type(value)](f"{family}.{key}", value)
+    codes = {title: code for code, title in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(codes[family], config.num_hidden_layers)
+    stored: dict[str, list[torch.Tensor]] = {}
+    for parameter, values in model.model.state_dict().items():
+        name = names.get_name(parameter, (".weight", ".bias"))
+        if family == "phi2":
+            name = re.sub(r"attn_[qkv]\b", "attn_qkv", name)
+        stored.setdefault(name, []).append(values.float())
+    for name, parts in stored.items():
+        joined = torch.cat(parts).numpy()
+        type_of = gguf.GGMLQuantizationType[kind if joined.ndim > 1 else "F32"]
+        writer.add_tensor(name, gguf.quantize(joined, type_of), raw_dtype=type_of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model, path
 
 
 def small_mamba(
@@ -311,6 +409,13 @@ def quantize_weights(model: LoadedModel, artifact: Artifact) -> dict[str, Recipe
             if component in planned:
                 parameter.copy_(get_format(realised[component]).roundtrip(parameter))
     return {component: Recipe.parse(realised[component]) for component in planned}
+
+
+def stored(entry: TensorEntry) -> bytes:
+    """A tensor's bytes in its file."""
+    with entry.path.open("rb") as file:
+        file.seek(entry.offset)
+        return file.read(entry.bytes)
 
 
 def kl(teacher: np.ndarray, student: np.ndarray) -> tuple[float, float]:

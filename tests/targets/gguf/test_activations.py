@@ -11,14 +11,21 @@ import torch
 from kl_lens.model import load
 from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.activations import as_deployed, quantize_activations
-from kl_lens.targets.gguf.export import FORMATS, export
+from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.text.sources import wikitext2
 from kl_lens.weights.formats import get_format
 from kl_lens.weights.formats.ggml_types import as_blocks, ggml_types
 from kl_lens.weights.formats.gguf_blocks import GGUFFormat, ggml_library
 from tests.families import token_ids
-from tests.targets.gguf.support import kl, matrices, quantize_weights, tiny, torch_logits
+from tests.targets.gguf.support import (
+    FORMATS,
+    kl,
+    matrices,
+    quantize_weights,
+    tiny,
+    torch_logits,
+)
 
 pytest.importorskip("gguf")
 
@@ -90,8 +97,7 @@ class _Kernels(ctypes.Structure):
         pytest.param(name, marks=pytest.mark.slow)
         if name in ("iq2_s", "iq2_xs")
         else name
-        for name in (*FORMATS, "q5_0", "q5_1")
-        if name != "fp16"
+        for name in FORMATS
     ],
 )
 def test_products_are_those_of_llama_cpp_s_kernels(name: str) -> None:

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -169,23 +171,37 @@ def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
 # In a process of its own: it is another llama.cpp than the sessions', and brings threads along.
 SERVER = """
 import json, sys, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 512, 1, False
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-params.port = 0
-server = xllamacpp.Server(params)
-common = {"temperature": 0, "max_tokens": 12, "cache_prompt": False}
-chat = {"messages": [{"role": "user", "content": "The history of the city"}], **common}
-plain = {"prompt": "The history of the city", **common}
-print(json.dumps([server.handle_chat_completions(chat), server.handle_completions(plain)]))
+answers = []
+for path in sys.argv[1:]:
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = path, 512, 1, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.port, params.verbosity = 0, 10
+    server = xllamacpp.Server(params)
+    common = {"temperature": 0, "max_tokens": 12, "cache_prompt": False}
+    chat = {"messages": MESSAGES, **common}
+    plain = {"prompt": "The history of the city", **common}
+    answers.append([server.handle_chat_completions(chat), server.handle_completions(plain)])
+print(json.dumps(answers))
 """
+QUESTION = [{"role": "user", "content": "The history of the city"}]
+
+
+def served(files: Sequence[Path], messages: Sequence[dict[str, str]]) -> Any:
+    """For each file, the server's answers to a chat and to a text."""
+    pytest.importorskip("xllamacpp")
+    program = SERVER.replace("MESSAGES", json.dumps(messages))
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, files)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_llama_cpps_server_answers_as_generate_does(
     checkpoint: Path, exported: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("xllamacpp")
     model = LoadedModel(
         "chatty",
         checkpoint,
@@ -195,11 +211,7 @@ def test_llama_cpps_server_answers_as_generate_does(
     model.tokenizer.chat_template = TEMPLATE
     artifact = export(model, Plan("p", {}, "test"), "gguf", tmp_path)
     file = tmp_path / artifact.files[0]
-    done = subprocess.run(
-        [sys.executable, "-c", SERVER, str(file)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    chat, plain = json.loads(done.stdout.strip().splitlines()[-1])
+    [[chat, plain]] = served([file], QUESTION)
     flags = {"max_new_tokens": 12, "threads": 1}
     answer = generate(file, "The history of the city", chat=True, **flags).text
     assert chat["choices"][0]["message"]["content"].strip() == answer.strip()
@@ -207,3 +219,63 @@ def test_llama_cpps_server_answers_as_generate_does(
         plain["choices"][0]["text"]
         == generate(file, "The history of the city", **flags).text
     )
+
+
+def _turns(before: str, after: str, end: str, beginning: str = "{{ bos_token }}") -> str:
+    """A template whose turns look so, with ROLE in its place."""
+    turn = before.replace("ROLE", "{{ m['role'] }}")
+    answer = before.replace("ROLE", "assistant")
+    return (
+        f"{beginning}{{% for m in messages %}}{turn}{{{{ m['content'] | trim }}}}{after}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{answer}{{% endif %}}{end}"
+    )
+
+
+# How the families write chats: the marks of a turn, and what their templates compute.
+TEMPLATES = {
+    "llama": _turns("<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>", ""),
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} "
+    "[/INST]{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}",
+    "qwen2": "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    + _turns("<|im_start|>ROLE\n", "<|im_end|>\n", "", ""),
+    "qwen3": "{%- set ns = namespace(last=messages|length - 1) %}{%- for m in messages[::-1] %}{%- if m.role == 'user' "
+    "%}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- endif %}{%- endfor %}"
+    + _turns("<|im_start|>ROLE\n", "<|im_end|>\n", "{{ ns.last }}<think>\n", ""),
+    "gemma3": "{{ bos_token }}{%- for m in messages -%}{%- set role = 'model' if m['role'] == 'assistant' else "
+    "m['role'] -%}{{ '<start_of_turn>' + role + '\n' + m['content'] | trim }}{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}",
+    "phi3": _turns("<|ROLE|>\n", "<|end|>\n", "", ""),
+    "granite": _turns(
+        "<|start_of_role|>ROLE<|end_of_role|>", "<|end_of_text|>\n", "", ""
+    ),
+    "olmo2": _turns("<|ROLE|>\n", "{{ '\n' if not loop.last else eos_token }}", ""),
+    "smollm3": "{%- set today = 'today' -%}{{- '<|im_start|>system\n' + today ~ '<|im_end|>\n' -}}"
+    + _turns("<|im_start|>ROLE\n", "<|im_end|>\n", "", ""),
+}
+CHAT = [
+    {"role": "user", "content": " Where is it? {{ x }} é 🙂 "},
+    {"role": "assistant", "content": "Here\nand there."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+@pytest.mark.slow
+def test_a_chat_becomes_the_same_prompt(checkpoint: Path, tmp_path: Path) -> None:
+    """By transformers, by llama.cpp's server and by KL Lens, in the ways of all families."""
+    model = plain(load(checkpoint))
+    files = []
+    expected = []
+    for name, template in TEMPLATES.items():
+        model.tokenizer.chat_template = template
+        artifact = export(model, Plan("p", {}, "test"), "gguf", tmp_path / name)
+        files.append(tmp_path / name / artifact.files[0])
+        prompt = model.tokenizer.apply_chat_template(
+            CHAT, tokenize=False, add_generation_prompt=True
+        )
+        expected.append(prompt)
+        with open_session(files[-1], threads=1) as session:
+            assert session.tokenizer().render(CHAT) == prompt, name
+    prompts = [chat["__verbose"]["prompt"] for chat, _ in served(files, CHAT)]
+    begun = [prompt.removeprefix("<|endoftext|>") for prompt in expected]
+    assert [prompt.removeprefix("<|endoftext|>") for prompt in prompts] == begun

@@ -11,7 +11,7 @@ from kl_lens.base.errors import TargetError
 from kl_lens.run.records import Plan
 from kl_lens.targets.gguf.activations import as_deployed
 from kl_lens.targets.gguf.architectures import ARCHITECTURES, get_architecture
-from kl_lens.targets.gguf.export import FORMATS, export
+from kl_lens.targets.gguf.export import export
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.targets.session import Session
@@ -21,6 +21,7 @@ from tests.families import _COMMON, OTHERS, token_ids
 from tests.targets.gguf import support
 from tests.targets.gguf.support import (
     CONFIGS,
+    FORMATS,
     kl,
     matrices,
     quantize_weights,
@@ -46,14 +47,16 @@ def test_every_supported_architecture_has_a_parity_test() -> None:
 def test_float32_logits_equal_pytorch(name: str, tmp_path: Path) -> None:
     """F32 weights and F32 attention: whatever is left is the order of additions (logits have size 1)."""
     model = tiny(name)
-    expected = torch_logits(model, IDS)
+    with as_deployed(model.model, {}):  # GELU from llama.cpp's table
+        expected = torch_logits(model, IDS)
     artifact = export(model, uniform(model, "fp32"), tmp_path)
     with open_session(tmp_path / artifact.files[0], threads=1, exact=True) as session:
         assert isinstance(session, Session)
         found = session.logits(IDS[0].tolist())
         assert found.shape == expected.shape
-        table = model.config.model_type in ("gemma3_text", "gpt2")  # of GELU, in F16
-        limit = (1e-3 if table else 2.5e-5) * max(4.0, float(np.ptp(expected)))
+        # A sum in another order, and the table's input is rounded the other way.
+        table = model.config.model_type in ("gemma3_text", "gpt2")
+        limit = (5e-4 if table else 2.5e-5) * max(4.0, float(np.ptp(expected)))
         assert np.abs(found - expected).max() < limit
         session.reset()
         first = session.prefill(IDS[0, :30].tolist())
@@ -217,11 +220,14 @@ def test_what_llama_cpp_would_compute_differently_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+LONG = ["iq2_s", "iq2_xs"]
+
+
 @pytest.mark.parametrize(
     "types",
     [
-        [name for name in FORMATS if name not in ("fp16", "iq2_s", "iq2_xs")],
-        pytest.param(["iq2_s", "iq2_xs", "q5_0", "q5_1"], marks=pytest.mark.slow),
+        [name for name in FORMATS if name not in LONG],
+        pytest.param(LONG, marks=pytest.mark.slow),
     ],
     ids=["most", "with long tables"],
 )

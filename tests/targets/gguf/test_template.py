@@ -1,14 +1,12 @@
 """A 16-bit GGUF as a template: matrices are found by value, all else is copied, and another model's file is refused."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from kl_lens.base.errors import CheckpointError, RunError, TargetError
+from kl_lens.cli.main import main
 from kl_lens.measuring.sweep import model_identity
 from kl_lens.model import LoadedModel, load
 from kl_lens.run.folder import Run
@@ -20,10 +18,10 @@ from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.session import open_session
 from tests.families import token_ids
 from tests.targets.gguf.support import (
-    _UNEVEN,
-    families,
     kl,
+    like_a_template,
     quantize_weights,
+    stored,
     tiny,
     torch_logits,
     uniform,
@@ -32,102 +30,6 @@ from tests.targets.gguf.support import (
 gguf = pytest.importorskip("gguf")
 
 IDS = token_ids(1, 24)
-_BOTH = (".weight", ".bias")
-_TEXTS = {"general.name": "Anything", "tokenizer.chat_template": "{{ messages }}"}
-
-
-def written(
-    model: LoadedModel,
-    path: Path,
-    name: str,
-    settings: dict[str, Any],
-    kind: str = "F16",
-    arranged: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, values: values,
-) -> Path:
-    """llama.cpp's 16-bit file of a model that KL Lens has no table for, by gguf's own map of names."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, name)
-    for key, value in _TEXTS.items():
-        writer.add_string(key, value)
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_array("tokenizer.ggml.tokens", [b"a", b"\xff\xfe", b"c"])
-    common = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "vocab_size": config.vocab_size,
-    }
-    for key, value in (common | settings).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
-        add[type(value)](f"{name}.{key}", value)
-    codes = {title: code for code, title in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(codes[name], config.num_hidden_layers)
-    types = gguf.GGMLQuantizationType
-    for parameter, values in model.model.state_dict().items():
-        target = names.get_name(parameter, _BOTH)
-        plain_values = arranged(parameter, values).float().numpy()
-        stored = types[kind] if values.dim() > 1 else types.F32
-        data = gguf.quantize(plain_values, stored)
-        writer.add_tensor(target, data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-_NORM = {"attention.layer_norm_epsilon": 1e-5}
-_ROPE = {"rope.freq_base": 5000.0}
-_SIMILAR = families._bare(
-    "StableLmConfig",
-    **{key: value for key, value in _UNEVEN.items() if key != "head_dim"},
-    rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-)
-FAMILIES = {
-    "stablelm": (
-        _SIMILAR,
-        {**_NORM, **_ROPE, "rope.dimension_count": 4, "use_parallel_residual": False},
-    ),
-    "starcoder2": (
-        families._bare(
-            "Starcoder2Config",
-            **{key: value for key, value in _UNEVEN.items() if key != "head_dim"},
-            sliding_window=None,
-            rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        ),
-        {**_NORM, **_ROPE},
-    ),
-    "glm4": (
-        families._bare(
-            "Glm4Config",
-            **{**_UNEVEN, "head_dim": 16},
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 5000.0,
-                "partial_rotary_factor": 0.5,
-            },
-        ),
-        {
-            **_ROPE,
-            "attention.layer_norm_rms_epsilon": 1e-5,
-            "attention.key_length": 16,
-            "attention.value_length": 16,
-            "rope.dimension_count": 8,
-        },
-    ),
-}
-
-
-def made(family: str, folder: Path, kind: str = "F16") -> tuple[LoadedModel, Path]:
-    config, settings = FAMILIES[family]
-    chosen = config()
-    chosen.norm_epsilon = chosen.layer_norm_eps = chosen.rms_norm_eps = 1e-5
-    model = tiny(chosen)
-    path = written(model, folder / f"{family}-{kind}.gguf", family, settings, kind)
-    return model, path
 
 
 @pytest.mark.parametrize(
@@ -136,13 +38,14 @@ def made(family: str, folder: Path, kind: str = "F16") -> tuple[LoadedModel, Pat
         ("stablelm", "F16"),
         ("starcoder2", "BF16"),
         ("glm4", "F16"),
+        ("phi2", "F16"),
         pytest.param("glm4", "F32", marks=pytest.mark.slow),
     ],
 )
 def test_a_family_without_a_table_is_written_like_a_template(
     family: str, kind: str, tmp_path: Path
 ) -> None:
-    model, template = made(family, tmp_path, kind)
+    model, template = like_a_template(family, tmp_path, kind)
     with pytest.raises(TargetError, match=r"only like another: .* --template"):
         export(model, uniform(model, "fp16"), tmp_path / "without")
     model = replace(model, template=str(template))
@@ -160,7 +63,7 @@ def test_a_family_without_a_table_is_written_like_a_template(
 
 
 def test_all_but_matrices_is_copied(tmp_path: Path) -> None:
-    model, template = made("starcoder2", tmp_path)
+    model, template = like_a_template("starcoder2", tmp_path)
     model = replace(model, template=str(template))
     artifact = export(model, uniform(model, "q4_0"), tmp_path / "q4_0")
     before = read_header(template, whole=True, exact=True)
@@ -177,13 +80,7 @@ def test_all_but_matrices_is_copied(tmp_path: Path) -> None:
         assert new.shape == old.shape
         assert new.type == ("F32" if len(old.shape) == 1 else "Q4_0")
         if new.type == "F32":
-            assert _bytes(new) == _bytes(old)
-
-
-def _bytes(entry: Any) -> bytes:
-    with entry.path.open("rb") as file:
-        file.seek(entry.offset)
-        return bytes(file.read(entry.bytes))
+            assert stored(new) == stored(old)
 
 
 @pytest.mark.parametrize(
@@ -208,64 +105,68 @@ def test_rows_in_another_order_and_stacked_ones_are_found(
     copy = export(like, plan, tmp_path / "copy")
     expected = read_header(tmp_path / "own" / own.files[0])
     actual = read_header(tmp_path / "copy" / copy.files[0])
-    stored = {tensor.name: tensor for tensor in actual.tensors}
+    copied = {tensor.name: tensor for tensor in actual.tensors}
     for tensor in expected.tensors:
-        assert stored[tensor.name].type == tensor.type
-        assert _bytes(stored[tensor.name]) == _bytes(tensor), tensor.name
+        assert copied[tensor.name].type == tensor.type
+        assert stored(copied[tensor.name]) == stored(tensor), tensor.name
+
+
+def refused(model: LoadedModel, template: Path) -> str:
+    """What is said, before anything is written."""
+    folder = template.parent / "out"
+    with pytest.raises(TargetError) as caught:
+        export(replace(model, template=str(template)), Plan("p", {}, "test"), folder)
+    assert not folder.exists()
+    return str(caught.value)
 
 
 def test_a_template_of_another_revision_names_what_differs(tmp_path: Path) -> None:
-    _, template = made("starcoder2", tmp_path)
-    config = FAMILIES["starcoder2"][0]()
-    config.norm_epsilon = 1e-5
-    other = tiny(config)
-    other.model.get_parameter("model.layers.1.mlp.c_fc.weight").data[3, 5] += 1.0
-    with pytest.raises(TargetError) as caught:
-        export(
-            replace(other, template=str(template)),
-            Plan("p", {}, "test"),
-            tmp_path / "out",
-        )
-    line = str(caught.value)
+    model, template = like_a_template("starcoder2", tmp_path)
+    model.model.get_parameter("model.layers.1.mlp.c_fc.weight").data[3, 5] += 1.0
+    line = refused(model, template)
     assert "of another revision than tiny: 1 of its 20 matrices" in line
     assert "blk.1.ffn_up.weight" in line
     assert "model.layers.1.mlp.c_fc.weight with 159 of its 160 rows" in line
 
 
-def test_a_template_of_another_model_is_refused(tmp_path: Path) -> None:
-    _, template = made("starcoder2", tmp_path)
-    other = replace(tiny("qwen3"), template=str(template))
-    with pytest.raises(TargetError, match="of another model than tiny: 20 of its 20"):
-        export(other, Plan("p", {}, "test"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_what_is_no_template_of_this_model_is_refused(tmp_path: Path) -> None:
+    """Of another model, already quantized, or one from which llama.cpp computes something else."""
+    model, template = like_a_template("starcoder2", tmp_path)
+    other = tiny("qwen3")
+    assert "of another model than tiny: 20 of its 20" in refused(other, template)
+    other.model.save_pretrained(tmp_path / "other")
+    words = f"measure {tmp_path / 'other'} --template {template} --run {tmp_path / 'run'}"
+    assert main(words.split()) == 1
+    assert not (tmp_path / "run").exists()
+    _, quantized = like_a_template("starcoder2", tmp_path, "Q8_0")
+    line = refused(model, quantized)
+    assert "is no template: token_embd.weight is Q8_0" in line
+    wrong = {"rope.freq_base": 3.0, "attention.layer_norm_epsilon": 3.0}
+    _, changed = like_a_template("starcoder2", tmp_path, **wrong)
+    assert "computes something else than PyTorch" in refused(model, changed)
 
 
-def test_a_quantized_template_is_refused(tmp_path: Path) -> None:
-    model, template = made("starcoder2", tmp_path, "Q8_0")
-    with pytest.raises(TargetError, match=r"is no template: token_embd\.weight is Q8_0"):
-        export(
-            replace(model, template=str(template)),
-            Plan("p", {}, "test"),
-            tmp_path / "out",
-        )
-
-
-def test_a_template_that_llama_cpp_computes_otherwise_is_refused(tmp_path: Path) -> None:
-    """The right weights, and another base of rope and size of heads."""
-    config, settings = FAMILIES["starcoder2"]
-    model = tiny(config())
-    wrong = settings | {"rope.freq_base": 3.0, "attention.layer_norm_epsilon": 3.0}
-    template = written(model, tmp_path / "wrong.gguf", "starcoder2", wrong)
-    with pytest.raises(TargetError, match="computes something else than PyTorch"):
-        export(
-            replace(model, template=str(template)),
-            Plan("p", {}, "test"),
-            tmp_path / "out",
-        )
+def test_a_tensor_of_several_parameters_has_one_type(tmp_path: Path) -> None:
+    """The largest that was planned for one of them, and the others say so."""
+    model, template = like_a_template("phi2", tmp_path)
+    model = replace(model, template=str(template))
+    plan = uniform(model, "q4_0")
+    attention = "model.layers.1.self_attn"
+    plan = replace(plan, assignment=plan.assignment | {f"{attention}.k_proj": "q8_0"})
+    artifact = export(model, plan, tmp_path / "out")
+    tensors = {tensor.component: tensor for tensor in artifact.tensors}
+    joined = [tensors[f"{attention}.{part}_proj"] for part in "qkv"]
+    assert {tensor.realised for tensor in joined} == {"q8_0"}
+    assert joined[0].reason == f"{attention}.k_proj is in the same tensor"
+    assert joined[1].reason is None
+    entries = read_header(tmp_path / "out" / artifact.files[0]).tensors
+    types = {entry.name: (entry.type, entry.shape) for entry in entries}
+    assert types["blk.1.attn_qkv.weight"] == ("Q8_0", (160, 96))
+    assert types["blk.0.attn_qkv.weight"] == ("Q4_0", (160, 96))
 
 
 def test_a_run_keeps_its_template(tmp_path: Path) -> None:
-    model, template = made("starcoder2", tmp_path)
+    model, template = like_a_template("starcoder2", tmp_path)
     model.model.save_pretrained(tmp_path / "model")
     folder = tmp_path / "run"
     identity = model_identity(load(tmp_path / "model", template=template))

@@ -17,8 +17,10 @@ from kl_lens.run.records import Plan
 from kl_lens.targets import export as write
 from kl_lens.targets.gguf import tokenizer as gguf_tokenizer
 from kl_lens.targets.gguf.export import export
+from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.targets.gguf.tokenizer import SPLITS, tokenizer_data
+from kl_lens.targets.gguf.vocabulary import write_tokenizer
 from kl_lens.targets.tokenizer import varied_strings
 from kl_lens.text.sources import Document, TextSource, wikitext2
 from kl_lens.text.windows import draw_windows
@@ -45,6 +47,8 @@ AWKWARD = [
     "x" * 300,
 ]
 
+LINES = varied_strings(2000)
+
 _BYTES = {
     "type": "ByteLevel",
     "add_prefix_space": False,
@@ -65,9 +69,15 @@ def _session(tokenizer: Any, vocabulary: int, folder: Path) -> Any:
 
 
 def _compare(session: Any, tokenizer: Any, texts: list[str]) -> None:
+    """llama.cpp's ids, and those of the tokenizer that is read back from the file."""
+    again = session.path.parent / "again"
+    write_tokenizer(read_header(session.path, whole=True), again)
+    opened = transformers.AutoTokenizer.from_pretrained(again)
     for text in texts:
         expected = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert session.tokenize(text) == expected, repr(text[:60])
+        read_back = opened(text, add_special_tokens=False)["input_ids"]
+        assert read_back == expected, repr(text[:60])
 
 
 def test_our_own(tmp_path: Path) -> None:
@@ -77,7 +87,7 @@ def test_our_own(tmp_path: Path) -> None:
     assert artifact.settings["tokenizer"] == "gpt-2"
     # llama.cpp takes token 11 for the end where a file names none.
     assert session.end_tokens == {tokenizer.convert_tokens_to_ids("<|endoftext|>")}
-    _compare(session, tokenizer, [*AWKWARD, _wikitext()])
+    _compare(session, tokenizer, [*AWKWARD, _wikitext(), *LINES])
     session.close()
 
 
@@ -91,7 +101,7 @@ def test_gpt_neox(shared: Path, tmp_path: Path) -> None:
     _compare(
         session,
         tokenizer,
-        [unicodedata.normalize("NFC", text) for text in [*AWKWARD, _wikitext()]],
+        [unicodedata.normalize("NFC", text) for text in [*AWKWARD, _wikitext(), *LINES]],
     )
     # What llama.cpp does not do, and the artifact says so.
     assert "NFC" in artifact.settings["notes"][0]
@@ -121,8 +131,11 @@ def test_split_patterns(kind: tuple[str, bool] | None, name: str, tmp_path: Path
     tokenizer = _from(specification)
     session, artifact = _session(tokenizer, len(tokenizer), tmp_path)
     assert artifact.settings["tokenizer"] == name
-    texts = [*AWKWARD, _wikitext(), *varied_strings(200)]
-    if name == "tekken":  # which splits words of other scripts differently, and says so
+    texts = [*AWKWARD, _wikitext(), *LINES]
+    if name in (
+        "tekken",
+        "gpt-4o",
+    ):  # which split words of other scripts differently, and says so
         assert "ASCII letters only" in artifact.settings["notes"][0]
         texts = [text for text in texts if text.isascii()]
     _compare(session, tokenizer, texts)
@@ -191,6 +204,12 @@ def _sentencepiece(**changes: Any) -> Any:
 
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 PREPEND = {"type": "Prepend", "prepend": "▁"}
+GEMMA = {  # there are no spaces any more
+    "type": "Split",
+    "pattern": {"String": " "},
+    "behavior": "MergedWithPrevious",
+    "invert": False,
+}
 METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 
 
@@ -206,6 +225,7 @@ METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
             True,
         ),
         ({"normalizer": SPACES, "pre_tokenizer": None}, False, True),
+        ({"normalizer": SPACES, "pre_tokenizer": GEMMA}, False, True),
         (
             {
                 "normalizer": None,
@@ -241,7 +261,7 @@ def test_sentencepiece(
     assert session.file.metadata["tokenizer.ggml.add_space_prefix"] is prefix
     assert bool(artifact.settings["notes"]) is not exact
     special = ["<s>", "</s>"]
-    texts = [*AWKWARD, _wikitext()[:20_000], *varied_strings(300, special=special)]
+    texts = [*AWKWARD, _wikitext()[:20_000], *varied_strings(2000, special=special)]
     if not exact and prefix:
         texts = [
             text.lstrip(" ")
@@ -320,7 +340,9 @@ def test_tokenizers_of_real_models(tmp_path: Path) -> None:
     for file in sorted(Path(os.environ["KL_LENS_TOKENIZERS"]).glob("*/tokenizer.*")):
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent)
         session, artifact = _session(
-            tokenizer, len(tokenizer) + 7, tmp_path / file.parent.name
+            tokenizer,
+            max(tokenizer.get_vocab().values()) + 8,
+            tmp_path / file.parent.name,
         )
         special = [token.content for token in tokenizer.added_tokens_decoder.values()][
             :40

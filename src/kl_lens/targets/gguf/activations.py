@@ -11,7 +11,7 @@ Attention's keys and values go through an F16 cache, which is not modelled: it d
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -26,6 +26,8 @@ from kl_lens.weights.recipes import FP16, Recipe
 # Q8_1, used with Q4_1 and Q5_1, has the integers and scales of Q8_0, and each block's sum in half precision for the
 # weights' minima. That last rounding affects only the minima, so changed activations cannot model it. It is small: 7e-4
 # of a product of normal numbers, against 5e-3 for the rounding modelled here.
+# Activations that llama.cpp looks up in a table, with inputs and outputs in half precision.
+_TABLED = ("GELUTanh", "NewGELUActivation")
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -88,7 +90,8 @@ def _blocked(activations: torch.Tensor, size: int) -> torch.Tensor:
 
 @contextmanager
 def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[None]:
-    """Within, the named components' inputs are rounded as llama.cpp would round them; weights are left alone.
+    """Within, the named components' inputs are rounded as llama.cpp would round them, and GELU comes from its table;
+    weights are left alone.
 
     `recipes`: component → the recipe it is *realised* in (after fallbacks). A tied embedding stands for the head.
     """
@@ -96,5 +99,18 @@ def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[Non
         c: partial(quantize_activations, format_name=r.grid.name)
         for c, r in recipes.items()
     }
-    with inputs_changed(model, changes):
+    with ExitStack() as stack:
+        for module in model.modules():
+            if type(module).__name__ in _TABLED:
+                stack.callback(module.register_forward_hook(_from_table).remove)
+        stack.enter_context(inputs_changed(model, changes))
         yield
+
+
+def _from_table(
+    module: nn.Module, inputs: tuple[torch.Tensor], _: torch.Tensor
+) -> torch.Tensor:
+    """Beyond ±10 there is no table."""
+    values = inputs[0]
+    halves = module.forward(values.half().to(values.dtype)).half().to(values.dtype)
+    return torch.where(values.abs() < 10, halves, values.clamp_min(0))

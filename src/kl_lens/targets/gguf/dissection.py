@@ -65,7 +65,7 @@ class GGUFDissection(Dissection):
         return [
             Part(r.name, stored.get(r.name), r.parameter, r.arranged, r.factors)
             for r in rules
-            if r.copied is None
+            if not r.further and (r.copied is None or r.parameter is not None)
         ]
 
     def settings(self, model: LoadedModel) -> list[Disagreement]:
@@ -147,10 +147,7 @@ def _lists(metadata: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
 
 
 def stored_tensor(entry: TensorEntry) -> StoredTensor:
-    name = {"F16": "fp16", "F32": "fp32", "BF16": "bf16"}.get(
-        entry.type, entry.type.lower()
-    )
-    format_name = dissection.known_name(name)
+    format_name = dissection.known_name(entry.format)
     read = partial(_values, entry, format_name)
     return StoredTensor(
         entry.name,

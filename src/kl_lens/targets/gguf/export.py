@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,34 +32,10 @@ from kl_lens.targets.gguf.writer import (
     write_files,
 )
 from kl_lens.targets.tokenizer import end_ids
+from kl_lens.weights.formats import known_formats
+from kl_lens.weights.formats.ggml_types import ggml_types
 from kl_lens.weights.recipes import FP16, Recipe, fitting_recipe
 
-FORMATS = (  # that plans for this target may use
-    FP16,
-    "q8_0",
-    "q6_k",
-    "q5_k",
-    "q4_k",
-    "q4_0",
-    "q4_1",
-    "iq4_nl",
-    "iq4_xs",
-    "mxfp4",
-    "q3_k",
-    "iq3_s",
-    "iq3_xxs",
-    "q2_k",
-    "iq2_s",
-    "iq2_xs",
-    "q2_0",
-    "iq2_xxs",
-)
-STAND_INS = (
-    *FORMATS,
-    "q5_0",
-    "q5_1",
-    FLOAT32,
-)  # also in files: fallbacks and exact copies
 FURTHER = "q8_0"  # of heads for further tokens, which no plan names
 PART_BYTES = 50 * 10**9  # the largest file that the Hugging Face hub takes
 
@@ -71,7 +48,7 @@ def tensor_jobs(
     shapes = tensors.shapes
     architecture.require(model.config)
     rules = architecture.tensors(model.config, shapes)
-    if model.template is None:  # which was checked by values
+    if not isinstance(architecture, Template):  # which is checked
         check_complete(rules, shapes)
     further = further_rules(model)
     recipes = _recipes(model, plan) | {
@@ -81,7 +58,26 @@ def tensor_jobs(
     parameters = shapes | {
         name: stored.shape for name, stored in model.further_heads.items()
     }
-    return [_decide(rule, parameters, recipes, fallback) for rule in (*rules, *further)]
+    jobs = []
+    for rule in (*rules, *further):
+        parts = [
+            _decide(part, parameters, recipes, fallback) for part in (rule, *rule.further)
+        ]
+        jobs.append(_joined(parts) if rule.further else parts[0])
+    return jobs
+
+
+def _joined(parts: list[TensorJob]) -> TensorJob:
+    """A tensor has one type: the largest that was planned for a part of it."""
+    largest = max(parts, key=lambda part: part.bytes / math.prod(part.shape))
+    reason = f"{largest.component} is in the same tensor"
+    same = [
+        part
+        if part.recipe == largest.recipe
+        else replace(part, recipe=largest.recipe, reason=reason)
+        for part in parts
+    ]
+    return replace(same[0], shape=same[0].rule.shape, parts=tuple(same))
 
 
 def further_rules(model: LoadedModel) -> list[TensorRule]:
@@ -105,9 +101,10 @@ def _recipes(model: LoadedModel, plan: Plan) -> dict[str, Recipe | None]:
             planned, planned
         )  # llama.cpp's own spelling
         name = spelling.partition("+")[0]
-        if name not in STAND_INS:
+        if name != FLOAT32 and not is_stored(name):
             raise PlanError(
-                f"plan {plan.name}: GGUF has no format {name!r} ({component}); it has {', '.join(FORMATS)}. Make a "
+                f"plan {plan.name}: GGUF has no format {name!r} ({component}); it has "
+                f"{', '.join(filter(is_stored, known_formats()))}. Make a "
                 "plan for it with: kl-lens plan --target gguf"
             )
         wanted = None if name == FLOAT32 else Recipe.parse(spelling)
@@ -119,24 +116,29 @@ def _recipes(model: LoadedModel, plan: Plan) -> dict[str, Recipe | None]:
     return chosen
 
 
+def is_stored(name: str) -> bool:
+    """Whether files may hold this format of ours."""
+    return name in known_formats() and name in ggml_types()
+
+
 def fitting(wanted: Recipe, shape: tuple[int, ...]) -> tuple[Recipe, str | None]:
     """What a tensor of this shape gets, and why it is not what was planned (or None)."""
     recipe, reason = fitting_recipe(wanted, shape)
     # Elsewhere, integers take the place of MXFP4.
-    return (recipe if recipe.grid.name in STAND_INS else FP16), reason
+    return (recipe if is_stored(recipe.grid.name) else FP16), reason
 
 
 def _decide(
     rule: TensorRule, shapes: Shapes, recipes: Mapping[str, Recipe | None], fallback: bool
 ) -> TensorJob:
     component = rule.name
-    if rule.copied is not None:
-        return TensorJob(rule, component, rule.copied.shape, None, None, None)
     shape: tuple[int, ...] = (len(rule.constant),)
     if rule.parameter is not None:
         source = shapes[rule.parameter]
         shape = tuple(rule.transform(torch.empty(source, device="meta")).shape)
         component = component_name(rule.parameter, len(source))
+    if rule.copied is not None:
+        return TensorJob(rule, component, rule.copied.shape, None, None, None)
     planned = recipes.get(component, FP16)
     recipe = None
     reason = "llama.cpp computes with it in F32" if rule.float32 else None

@@ -50,6 +50,11 @@ class TensorEntry:
     bytes: int
     path: Path  # its file: one of the parts
 
+    @property
+    def format(self) -> str:
+        """Its type as we call it: fp32, q8_0, …"""
+        return {"F32": "fp32", "F16": "fp16"}.get(self.type, self.type.lower())
+
 
 @dataclass(frozen=True)
 class FileInfo:

@@ -24,7 +24,8 @@ from typing import Any
 from kl_lens.base.environment import briefly_spinning
 from kl_lens.base.errors import TargetError
 from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
-from kl_lens.weights.formats.ggml_types import GGMLType
+from kl_lens.weights.formats.format import FP16
+from kl_lens.weights.formats.ggml_types import GGMLType, ggml_types
 from kl_lens.weights.formats.gguf_blocks import GET_LLAMA, LLAMA_VARIABLE, is_ggml
 
 ENVIRONMENT_VARIABLE = LLAMA_VARIABLE
@@ -46,7 +47,6 @@ _FIELDS = {
     "n_gpu_layers": (16, "<i", (-1, 0, 999, 0x7FFFFFFF)),
     "devices": (0, "<Q", (0,)),
 }
-CACHE_TYPES = {"fp16": 1, "q8_0": 8, "q5_1": 7, "q4_0": 2, "iq4_nl": 20}  # ggml's numbers
 _NO_DEVICES = (ctypes.c_void_p * 1)(
     None
 )  # the list of devices, the first field, ends with a null
@@ -230,7 +230,7 @@ class LlamaLibrary:
                     offset,
                     0
                     if exact_attention
-                    else CACHE_TYPES[(caches or {}).get(kind, "fp16")],
+                    else ggml_types()[(caches or {}).get(kind, FP16)].number,
                 )
         return parameters
 

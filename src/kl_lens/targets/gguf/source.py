@@ -19,43 +19,23 @@ from typing import Any
 import torch
 import transformers
 
-from kl_lens.base.errors import CheckpointError, KLLensError, one_line
+from kl_lens.base.errors import CheckpointError, one_line
 from kl_lens.model.anatomy import turn_matrices
-from kl_lens.model.files import FOREIGN, Foreign, Stored
+from kl_lens.model.files import FOREIGN, Foreign, Stored, refusing
 from kl_lens.targets.abilities import FLOATS
 from kl_lens.targets.dissection import Part, StoredTensor, same
 from kl_lens.targets.gguf.architectures import ARCHITECTURES
+from kl_lens.targets.gguf.architectures.attention_only import FAMILIES
 from kl_lens.targets.gguf.architectures.base import TensorRule, as_is, check_complete
 from kl_lens.targets.gguf.dissection import WITHOUT_EFFECT, stored_tensor
 from kl_lens.targets.gguf.header import FileInfo, parts_of, read_header
+from kl_lens.targets.gguf.tokenizer import PREFIX, SPECIAL
 from kl_lens.targets.gguf.vocabulary import write_tokenizer
 
-# llama.cpp's architectures → transformers' model types.
-_FAMILIES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "gemma3": "gemma3_text",
-    "phi3": "phi3",
-    "granite": "granite",
-    "olmo2": "olmo2",
-    "smollm3": "smollm3",
-    "gpt2": "gpt2",
-    "mamba": "mamba",
-    "mamba2": "mamba2",
-    "falcon-h1": "falcon_h1",
-    "jamba": "jamba",
-    "granitehybrid": "granitemoehybrid",
-    "lfm2": "lfm2",
-    "lfm2moe": "lfm2_moe",
-    "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text",
-    "qwen3next": "qwen3_next",
-    "nemotron_h": "nemotron_h",
-    "nemotron_h_moe": "nemotron_h",
-}
-_WAY_OUT = "give the checkpoint that it was made from (org/model)"
+_WAY_OUT = (
+    "give the checkpoint that it was made from, org/model, where need be with llama.cpp's 16-bit file of it as "
+    "--template FILE"
+)
 _folders: dict[tuple[Any, ...], Path] = {}
 
 
@@ -75,21 +55,19 @@ def opened(path: Path) -> Path:
 
 def _write(path: Path, folder: Path) -> None:
     info = read_header(path, whole=True)
-    kind = _FAMILIES.get(info.architecture, "")
-    if kind not in ARCHITECTURES:
+    kind = _FAMILIES.get(info.architecture)
+    if kind is None:
         raise CheckpointError(
             f"{path}: KL Lens cannot open GGUF files of {info.architecture} models; {_WAY_OUT}"
         )
-    try:
+    # A configuration class, or the rules, may stumble over anything that a file leaves out.
+    with refusing(
+        lambda error: (
+            f"{path}: this {info.architecture} model cannot be opened ({one_line(error)}); {_WAY_OUT}"
+        )
+    ):
         config = _Rebuilt(info).config(kind)
         tensors = [*_tensors(info, config)]
-    except CheckpointError:
-        raise
-    # A configuration class, or the rules, may stumble over anything that a file leaves out.
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: this {info.architecture} model cannot be opened ({one_line(error)}); {_WAY_OUT}"
-        ) from error
     config.save_pretrained(folder)
     write_tokenizer(info, folder)
     FOREIGN[folder] = Foreign(path, tensors, _compared_with(info))
@@ -129,7 +107,7 @@ class _Rebuilt:
             kind = "bamba"
         architecture = ARCHITECTURES[kind]
         make = transformers.CONFIG_MAPPING[kind]
-        values = self._common(kind) | _OF_FAMILIES.get(kind, lambda _: {})(self)
+        values = self._common(kind) | _SETTINGS[kind](self)
         # What metadata says in the words of the configuration.
         settings = architecture.settings(make(**values))
         for key, name in settings.items():
@@ -149,47 +127,36 @@ class _Rebuilt:
         return config
 
     def _common(self, kind: str) -> dict[str, Any]:
-        heads = self.value("attention.head_count", 0)
-        heads = max(heads) if isinstance(heads, list) else heads
-        keys = self.heads_of_keys
+        heads = _longest(self.value("attention.head_count"))
         width = self.value("embedding_length")
         values = {
+            f"{short}_token_id": self.info.metadata.get(f"{PREFIX}{name}_token_id")
+            for name, short in SPECIAL.items()
+        }
+        values |= {
             "vocab_size": self.shapes["token_embd.weight"][0],
             "hidden_size": width,
             "num_hidden_layers": self.value("block_count"),
-            "max_position_embeddings": self.value("context_length"),
             "tie_word_embeddings": "output.weight" not in self.shapes,
         }
-        feed_forward = self.value("feed_forward_length")
-        if feed_forward:
-            longest = (
-                max(feed_forward) if isinstance(feed_forward, list) else feed_forward
-            )
-            values["n_inner" if kind == "gpt2" else "intermediate_size"] = longest
+        if feed_forward := _longest(self.value("feed_forward_length")):
+            values["n_inner" if kind == "gpt2" else "intermediate_size"] = feed_forward
         if heads:
             size = self.value("attention.key_length", width // heads)
-            values |= {"num_attention_heads": heads, "num_key_value_heads": max(keys)}
-            values |= (
-                {"head_dim": size} if size * heads != width or kind not in _SQUARE else {}
-            )
-            values |= {"rope_parameters": self._rope(size)}
+            values |= {
+                "num_attention_heads": heads,
+                "num_key_value_heads": _longest(
+                    self.value("attention.head_count_kv", heads)
+                ),
+                "head_dim": size,
+                "rope_parameters": self._rope(size),
+            }
             if original := self.value("rope.scaling.original_context_length"):
                 values["original_max_position_embeddings"] = original  # as Phi 3 has it
             if kind in ("llama", "granite"):
                 for name, tensor in (("attention", "attn_output"), ("mlp", "ffn_up")):
                     values[f"{name}_bias"] = f"blk.0.{tensor}.bias" in self.shapes
-        for name in ("bos", "eos", "padding"):
-            token = self.info.metadata.get(f"tokenizer.ggml.{name}_token_id")
-            values[f"{name.replace('padding', 'pad')}_token_id"] = token
         return values
-
-    @property
-    def heads_of_keys(self) -> list[int]:
-        """Of every layer."""
-        keys = self.value(
-            "attention.head_count_kv", self.value("attention.head_count", 0)
-        )
-        return keys if isinstance(keys, list) else [keys] * self.value("block_count")
 
     def _rope(self, size: int) -> dict[str, Any]:
         kind = self.value("rope.scaling.type", "default")
@@ -214,34 +181,29 @@ class _Rebuilt:
         entry = next(entry for entry in self.info.tensors if entry.name == name)
         return stored_tensor(entry).read().flatten()
 
-    # -- of hybrids ------------------------------------------------------------------------------------------
-
-    @property
-    def inner(self) -> int:
-        return int(self.value("ssm.inner_size"))
-
-    @property
-    def rank(self) -> int:
-        return int(self.value("ssm.time_step_rank"))
-
     def layers(self, tensor: str) -> list[int]:
         """Those that have this tensor."""
         count = range(self.value("block_count"))
         return [index for index in count if f"blk.{index}.{tensor}" in self.shapes]
 
+    def kinds(self, other: str) -> dict[str, list[str]]:
+        """Of layers, in which attention and something other alternate."""
+        kinds = [other] * self.value("block_count")
+        for index in self.layers("attn_q.weight"):
+            kinds[index] = "full_attention"
+        return {"layer_types": kinds}
 
-_SQUARE = (
-    "granitemoehybrid",
-    "bamba",
-    "llama",
-    "qwen2",
-    "phi3",
-    "granite",
-    "olmo2",
-    "gpt2",
-    "jamba",
-    "lfm2",
-)
+    def heads(self, count: str, size: str, expand: str = "expand") -> dict[str, int]:
+        """Of state-space layers, under a family's names."""
+        inner = self.value("ssm.inner_size")
+        heads = self.value("ssm.time_step_rank")
+        width = self.value("embedding_length")
+        return {count: heads, size: inner // heads, expand: inner // width}
+
+
+def _longest(value: Any) -> int:
+    """Of a setting that each layer may have for itself."""
+    return int(max(value) if isinstance(value, list) else value or 0)
 
 
 def _llama3(factors: torch.Tensor, base: float) -> dict[str, Any]:
@@ -262,18 +224,14 @@ def _llama3(factors: torch.Tensor, base: float) -> dict[str, Any]:
     }
 
 
-_WITHOUT_ROPE = {"position_embedding_type": None, "rope_parameters": None}
-
-
 def _gemma(file: _Rebuilt) -> dict[str, Any]:
-    layers = range(file.value("block_count"))
     size = file.value("attention.key_length")
     local = file.value("rope.freq_base_swa", 10000.0)
     return {
         "query_pre_attn_scalar": size,
         "layer_types": [
-            "full_attention" if index % 6 == 5 else "sliding_attention"
-            for index in layers
+            "sliding_attention" if (index + 1) % 6 else "full_attention"
+            for index in range(file.value("block_count"))
         ],
         "rope_parameters": {
             "full_attention": file._rope(size),
@@ -293,29 +251,18 @@ def _granite(file: _Rebuilt) -> dict[str, Any]:
     return {name: file.value(key, 1.0) for name, key in names.items()}
 
 
-def _mamba2_of(file: _Rebuilt) -> dict[str, Any]:
-    return {
-        "mamba_n_heads": file.rank,
-        "mamba_d_head": file.inner // file.rank,
-        "mamba_expand": file.inner // file.value("embedding_length"),
-    }
-
-
-def _bamba(file: _Rebuilt) -> dict[str, Any]:
-    return _mamba2_of(file) | {"attn_layer_indices": file.layers("attn_q.weight")}
+_MAMBA2 = ("mamba_n_heads", "mamba_d_head", "mamba_expand")
 
 
 def _granite_hybrid(file: _Rebuilt) -> dict[str, Any]:
     shared = file.value("expert_shared_feed_forward_length")
     rotates = file.value("rope.scaling.finetuned")
+    without_rope = {"position_embedding_type": None, "rope_parameters": None}
     return {
         **_granite(file),
-        **_mamba2_of(file),
-        "layer_types": [
-            "full_attention" if keys else "linear_attention"
-            for keys in file.heads_of_keys
-        ],
-        **({"position_embedding_type": "rope"} if rotates else _WITHOUT_ROPE),
+        **file.heads(*_MAMBA2),
+        **file.kinds("linear_attention"),
+        **({"position_embedding_type": "rope"} if rotates else without_rope),
         "num_local_experts": file.value("expert_count", 0),
         "num_experts_per_tok": file.value("expert_used_count", 0),
         "shared_intermediate_size": shared or file.value("feed_forward_length"),
@@ -324,60 +271,30 @@ def _granite_hybrid(file: _Rebuilt) -> dict[str, Any]:
 
 def _falcon_h1(file: _Rebuilt) -> dict[str, Any]:
     """Its multipliers are in the weights."""
-    ones = (
-        "attention_in",
-        "attention_out",
-        "embedding",
-        "key",
-        "lm_head",
-        "ssm_in",
-        "ssm_out",
-    )
+    parts = ("attention_in", "attention_out", "embedding", "key", "lm_head")
+    ones = (*parts, "ssm_in", "ssm_out")
     return {
-        **_mamba2_of(file),
+        **file.heads(*_MAMBA2),
         **{f"{name}_multiplier": 1.0 for name in ones},
         "mlp_multipliers": [1.0, 1.0],
         "ssm_multipliers": [1.0] * 5,
-        "mamba_d_ssm": file.inner,
+        "mamba_d_ssm": file.value("ssm.inner_size"),
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.shapes,
         "mamba_norm_before_gate": False,
     }
 
 
 def _jamba(file: _Rebuilt) -> dict[str, Any]:
-    def interval(layers: Sequence[int], name: str) -> dict[str, int]:
-        first = layers[0] if layers else 0
-        step = layers[1] - first if len(layers) > 1 else file.value("block_count")
-        return {f"{name}_layer_offset": first, f"{name}_layer_period": step}
-
-    return {
-        **interval([i for i, keys in enumerate(file.heads_of_keys) if keys], "attn"),
-        **interval(file.layers("ffn_gate_inp.weight"), "expert"),
+    values = {}
+    tensors = {"attn": "attn_q.weight", "expert": "ffn_gate_inp.weight"}
+    for name, tensor in tensors.items():
+        first, second, *_ = (*file.layers(tensor), 0, 0)
+        values[f"{name}_layer_offset"] = first
+        values[f"{name}_layer_period"] = max(second - first, 0) or first + 1
+    return values | {
         "num_experts": file.value("expert_count") or 1,
         "num_experts_per_tok": file.value("expert_used_count") or 1,
-        "mamba_expand": file.inner // file.value("embedding_length"),
-        "mamba_dt_rank": file.rank,
         "use_mamba_kernels": False,
-    }
-
-
-def _qwen(file: _Rebuilt) -> dict[str, Any]:
-    interval = file.value("full_attention_interval")
-    return {
-        "layer_types": [
-            "linear_attention" if (index + 1) % interval else "full_attention"
-            for index in range(file.value("block_count"))
-        ],
-        "linear_value_head_dim": file.inner // file.rank,
-    }
-
-
-def _lfm2(file: _Rebuilt) -> dict[str, Any]:
-    return {
-        "layer_types": [
-            "full_attention" if keys else "conv" for keys in file.heads_of_keys
-        ],
-        "block_auto_adjust_ff_dim": False,
     }
 
 
@@ -392,9 +309,8 @@ def _nemotron_h(file: _Rebuilt) -> dict[str, Any]:
         for index in file.layers(tensor):
             kinds[index] = kind
     return {
+        **file.heads("mamba_num_heads", "mamba_head_dim"),
         "layers_block_type": kinds,
-        "mamba_num_heads": file.rank,
-        "mamba_head_dim": file.inner // file.rank,
         "norm_topk_prob": file.value("expert_weights_norm", True),
         "routed_scaling_factor": file.value("expert_weights_scale", 1.0),
         "n_group": 1,
@@ -404,37 +320,46 @@ def _nemotron_h(file: _Rebuilt) -> dict[str, Any]:
 
 def _mamba(file: _Rebuilt) -> dict[str, Any]:
     return {
-        "intermediate_size": file.inner,
-        "expand": file.inner // file.value("embedding_length"),
-        "time_step_rank": file.rank,
         # Of Falcon-Mamba, whose norms have one epsilon in llama.cpp.
         "mixer_rms_eps": file.value("attention.layer_norm_rms_epsilon"),
     }
 
 
-def _mamba2(file: _Rebuilt) -> dict[str, Any]:
-    return {
-        "num_heads": file.rank,
-        "head_dim": file.inner // file.rank,
-        "expand": file.inner // file.value("embedding_length"),
-    }
+def _qwen(file: _Rebuilt) -> dict[str, Any]:
+    return file.kinds("linear_attention") | file.heads(
+        "linear_num_value_heads", "linear_value_head_dim"
+    )
 
 
-_OF_FAMILIES: Mapping[str, Callable[[_Rebuilt], dict[str, Any]]] = {
+def _lfm2(file: _Rebuilt) -> dict[str, Any]:
+    return file.kinds("conv") | {"block_auto_adjust_ff_dim": False}
+
+
+_SETTINGS: dict[str, Callable[[_Rebuilt], dict[str, Any]]] = {
+    **dict.fromkeys(FAMILIES, lambda _: {}),
     "gemma3_text": _gemma,
     "qwen3_moe": lambda _: {"norm_topk_prob": True},
     "granite": _granite,
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _falcon_h1,
     "jamba": _jamba,
-    "lfm2": _lfm2,
-    "lfm2_moe": _lfm2,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _lfm2),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _qwen),
-    "bamba": _bamba,
+    "bamba": lambda file: {
+        **file.heads(*_MAMBA2),
+        "attn_layer_indices": file.layers("attn_q.weight"),
+    },
     "nemotron_h": _nemotron_h,
     "mamba": _mamba,
     "falcon_mamba": _mamba,
-    "mamba2": _mamba2,
+    "mamba2": lambda file: file.heads("num_heads", "head_dim"),
+}
+# llama.cpp's architectures → transformers' model types; the first of several.
+_FAMILIES: Mapping[Any, str] = {
+    **{ARCHITECTURES[kind].names[kind]: kind for kind in reversed(_SETTINGS)},
+    "granitehybrid": "granitemoehybrid",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h",
 }
 
 
@@ -504,12 +429,8 @@ def _made(
     """A parameter as a checkpoint has it: GPT-2's matrices lie the other way."""
     whole = torch.full(shape, math.nan)
     for rule, stored in parts:
-        try:
+        with refusing(f"{path}: {rule.name} cannot be read"):
             whole = _written(rule, stored, whole)
-        except (RuntimeError, ValueError, KLLensError) as error:
-            raise CheckpointError(
-                f"{path}: {rule.name} cannot be read ({one_line(error)})"
-            ) from error
     return whole.T if is_turned else whole
 
 

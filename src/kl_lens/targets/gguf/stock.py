@@ -59,13 +59,6 @@ _PARTS = {
     "ffn_gate": "gate",
     "ffn_down": "down",
 }
-_ATTENTION = {
-    "Q2_K": "q3_k",
-    "IQ3_XXS": "iq3_s",
-    "IQ3_M": "q4_k",
-    "Q3_K_M": "q4_k",
-    "Q3_K_L": "q5_k",
-}
 _PLENTY = 4  # queries per key, or experts; from here on, values are few and get more bits
 
 
@@ -165,7 +158,13 @@ class FileTensors:
                 **dict.fromkeys(("Q4_K_M", "Q5_K_M"), values),
             },
             "keys": {"IQ3_XS": "iq3_xxs", "IQ3_XXS": "iq2_s"},
-            "attention": dict(_ATTENTION),
+            "attention": {
+                "Q2_K": "q3_k",
+                "IQ3_XXS": "iq3_s",
+                "IQ3_M": "q4_k",
+                "Q3_K_M": "q4_k",
+                "Q3_K_L": "q5_k",
+            },
             "down": {
                 "Q2_K": "q3_k",
                 "Q2_K_S": "q4_k" if first else None,
@@ -192,7 +191,7 @@ class FileTensors:
         named = {
             rule.name: component_name(rule.parameter, len(shapes[rule.parameter]))
             for rule in self._architecture.tensors(model.config, shapes)
-            if rule.parameter is not None
+            if rule.parameter is not None and rule.name.endswith(".weight")
         }
         tensors: dict[str, PartTensor] = {}
         counts = Counter[str]()

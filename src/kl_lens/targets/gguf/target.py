@@ -90,35 +90,26 @@ class GGUFTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def stores(self, fmt: Format) -> str | None:
-        return None if fmt.name in export.STAND_INS else super().stores(fmt)
+        return None if export.is_stored(fmt.name) else super().stores(fmt)
 
-    @property
-    def formats(self) -> tuple[str, ...]:
-        return (
-            "q2_0",
-            "q3_k",
-            "mxfp4",
-            "iq4_xs",
-            "q4_k",
-            "q5_k",
-            "q6_k",
-            "q8_0",
-            FP16,
-        )
+    formats = (
+        "q2_0",
+        "q3_k",
+        "mxfp4",
+        "iq4_xs",
+        "q4_k",
+        "q5_k",
+        "q6_k",
+        "q8_0",
+        FP16,
+    )
 
     @property
     def short_menu(self) -> tuple[Recipe, ...]:
         return (*self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k")), Recipe("q8_0"))
 
-    @property
-    def small_formats(self) -> tuple[str, ...]:
-        return (
-            "iq2_xxs",
-            "iq2_xs",
-            "iq2_s",
-            "iq3_xxs",
-            "iq3_s",
-        )  # Q2_K and Q3_K lose to IQ2_S and IQ3_S
+    # Q2_K and Q3_K lose to IQ2_S and IQ3_S.
+    small_formats = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
 
     def unsupported(self, model_type: str, template: str | None = None) -> str | None:
         return None if template else architectures.why_unknown(model_type)

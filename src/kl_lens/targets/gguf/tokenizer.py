@@ -51,6 +51,10 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"{_CONTRACTIONS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # The pattern in front of a byte-level step, and whether whole words of the vocabulary are taken before merging
 # (ignore_merges) → llama.cpp's name.
 SPLITS = {
@@ -59,19 +63,23 @@ SPLITS = {
     (_QWEN2, False): "qwen2",
     (_QWEN35, False): "qwen35",
     (_TEKKEN, True): "tekken",
+    (_O200K, False): "gpt-4o",
 }
 # Differences in llama.cpp, by its name for the pre-tokenizer or the scheme of spaces.
 _NOTES = {
     "NFC": "the tokenizer composes characters first (NFC) and llama.cpp does not: text with combining marks "
     "is split differently unless it is composed already",
-    "tekken": "llama.cpp sees the case of ASCII letters only, and no combining marks: words of other scripts that "
-    "change case or carry such marks are split differently",
+    **dict.fromkeys(
+        ("tekken", "gpt-4o"),
+        "llama.cpp sees the case of ASCII letters only, and no combining marks: words of other scripts that "
+        "change case or carry such marks are split differently",
+    ),
     "always": "llama.cpp, like SentencePiece, puts a space before a text that begins with one, transformers does not",
     "first": "llama.cpp puts no space before a text, transformers does (in chats, which begin with a special token, "
     "neither does)",
 }
 # The kind of sample strings that can still be compared under each note.
-_FORMS = {"tekken": "ascii", "always": "unspaced", "first": "spaced"}
+_FORMS = {"tekken": "ascii", "gpt-4o": "ascii", "always": "unspaced", "first": "spaced"}
 
 
 @dataclass(frozen=True)
@@ -265,7 +273,7 @@ def _space_scheme(specification: dict[str, Any]) -> str:
     normalizers = _steps(specification.get("normalizer"), "normalizers")
     steps = _steps(specification.get("pre_tokenizer"), "pretokenizers")
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    if not steps and normalizers in (
+    if steps in ([], [_GEMMA]) and normalizers in (
         [spaces],
         [{"type": "Prepend", "prepend": "▁"}, spaces],
     ):
@@ -280,6 +288,15 @@ def _space_scheme(specification: dict[str, Any]) -> str:
     raise _unknown(
         f"it is SentencePiece with the normalizer {_names(normalizers)} and the pre-tokenizer {_names(steps)}"
     )
+
+
+# Of Gemma: splits nowhere, because the normalizer has replaced all spaces.
+_GEMMA = {
+    "type": "Split",
+    "pattern": {"String": " "},
+    "behavior": "MergedWithPrevious",
+    "invert": False,
+}
 
 
 def _steps(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:

@@ -77,12 +77,12 @@ class TensorJob:
     planned: Recipe | None
     recipe: Recipe | None
     reason: str | None  # why they differ
+    parts: tuple[TensorJob, ...] = ()  # of a tensor that several parameters make
 
     @property
     def format(self) -> str:
         if self.rule.copied is not None:
-            kind = self.rule.copied.type
-            return {"F32": FLOAT32, "F16": FP16}.get(kind, kind.lower())
+            return self.rule.copied.format
         return FLOAT32 if self.recipe is None else self.recipe.grid.name
 
     @property
@@ -210,9 +210,14 @@ def write_files(
         writer = header.begin(folder)
         try:
             for job in header.jobs:
-                data, weights = _stored(job, tensors, store)
-                writer.write_tensor_data(data)
-                records.append(job.record(bytes_digest(data), weights))
+                stored = [
+                    (part, *_stored(part, tensors, store)) for part in job.parts or (job,)
+                ]
+                writer.write_tensor_data(np.concatenate([data for _, data, _ in stored]))
+                records += [
+                    part.record(bytes_digest(data), weights)
+                    for part, data, weights in stored
+                ]
         finally:
             writer.close()
     return records

@@ -32,7 +32,7 @@ ARCHITECTURES = {
     name: module.ARCHITECTURE for module in _MODULES for name in module.ARCHITECTURE.names
 }
 # Families that llama.cpp runs under a different name, or that its Python package does not list yet.
-_OTHER_NAMES = ("mixtral", "minimax", "qwen4_exp_text")
+_OTHER_NAMES = ("mixtral", "phi", "minimax", "qwen4_exp_text")
 
 
 def get_architecture(model_type: str) -> Architecture:

@@ -67,6 +67,9 @@ class TensorRule:
     factors: Factors = 1.0  # for all rows or each, applied before rounding: multipliers that llama.cpp lacks
     constant: tuple[float, ...] = ()  # of tensors made from nothing
     copied: TensorEntry | None = None  # in another file, as it is
+    # Rows of further parameters behind these in the same tensor, which then has this shape.
+    further: tuple[TensorRule, ...] = ()
+    shape: tuple[int, ...] = ()
     # (a, b): columns are a · b runs, which the file has in the order b, a. No block may be longer than a run.
     columns: tuple[int, int] = (1, 1)
 

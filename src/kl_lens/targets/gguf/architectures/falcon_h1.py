@@ -30,7 +30,7 @@ def _inner(config: Any) -> int:
 
 def _metadata(config: Any) -> Metadata:
     return {
-        **parts.hybrid_metadata(_inner(config), config.mamba_n_heads),
+        **parts.hybrid_metadata(_inner(config), "mamba_n_heads"),
         "attention.head_count_kv": "num_key_value_heads",
         "attention.key_length": parts.head_size(config),
         "attention.value_length": parts.head_size(config),

@@ -44,7 +44,7 @@ def _name(config: Any) -> str:
 
 def _metadata(config: Any) -> Metadata:
     values: Metadata = {
-        **parts.hybrid_metadata(parts.inner_size(config), config.mamba_n_heads),
+        **parts.hybrid_metadata(parts.inner_size(config), "mamba_n_heads"),
         "attention.head_count_kv": [
             config.num_key_value_heads if attention else 0
             for attention in _attention_layers(config)

@@ -29,7 +29,7 @@ def _metadata(config: Any) -> Metadata:
     layers = range(config.num_hidden_layers)
     with_experts = any(_has_experts(config, index) for index in layers)
     return {
-        **parts.hybrid_metadata(parts.inner_size(config), int(config.mamba_dt_rank)),
+        **parts.hybrid_metadata(parts.inner_size(config), "mamba_dt_rank"),
         "attention.head_count_kv": [
             config.num_key_value_heads * _is_attention(config, i) for i in layers
         ],

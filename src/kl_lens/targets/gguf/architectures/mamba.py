@@ -18,11 +18,11 @@ from kl_lens.targets.gguf.architectures.base import (
 def _metadata(config: Any) -> Metadata:
     if config.model_type == "mamba2":
         inner = config.num_heads * config.head_dim
-        rank = config.num_heads  # llama.cpp has one name for both
+        rank = "num_heads"  # llama.cpp has one name for both
         family: Metadata = {"ssm.group_count": "n_groups"}
     else:
         inner = config.intermediate_size
-        rank = int(config.time_step_rank)
+        rank = "time_step_rank"
         family = {"ssm.dt_b_c_rms": config.model_type == "falcon_mamba"}
     return {
         "context_length": ENDLESS_CONTEXT,
