@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,7 +228,7 @@ def _stored(name: str, end: Any) -> StoredTensor:
     kind = _kind(weight)
     size = sum(raw_bytes(node).nbytes for node in constants)
     shape = tuple(end.get_shape())
-    fmt = _format(weight, map(_kind, constants), len(shape))
+    fmt = _format(weight, map(_kind, constants), shape)
     known = dissection.known_name(_FLOATS.get(kind) or (fmt.name if fmt else ""))
     label = f"{kind} g{fmt.group_size}" if fmt and fmt.group_size else kind
 
@@ -239,15 +239,17 @@ def _stored(name: str, end: Any) -> StoredTensor:
     return StoredTensor(name, label, shape, size, read, known, fmt)
 
 
-def _format(weight: Any, kinds: Iterable[str], axes: int) -> Format | None:
-    """The format of a compressed weight. With groups, what is stored has an axis more: the last one."""
+def _format(weight: Any, kinds: Iterable[str], end: Sequence[int]) -> Format | None:
+    """The format of a compressed weight. With groups, what is stored has an axis more than what is computed with
+    (`end`) or, where the converter reshapes that, a shorter last one."""
     kind = _kind(weight)
     if _EXPONENTS in kinds:
         return get_format("mxfp4") if kind == "f4e2m1" else None
     if kind not in _BITS:
         return None
     shape = list(weight.get_output_shape(0))
-    group = shape[-1] if len(shape) > axes else None
+    is_cut = len(shape) > 2 and shape[-1] != end[-1]
+    group = shape[-1] if is_cut or len(shape) > len(end) else None
     signed = not kind.startswith("u")
     name = f"{'' if signed else 'u'}int{_BITS[kind]}" + (f"-g{group}" if group else "")
     make = SignedScaleFormat if signed else ZeroPointFormat
