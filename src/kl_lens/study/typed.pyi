@@ -21,7 +21,7 @@ class Run(TypedDict, total=False):
     batch: int | None
     budget: float | str | None
     exhaustive: bool
-    forward_only: bool
+    gradients: bool
     table: str | None
     target: Sequence[Literal['openvino', 'gguf', 'mlx', 'compressed-tensors', 'vllm', 'vllm-cpu']] | str | None
     rivals: Literal['none', 'usual', 'all']
@@ -72,7 +72,7 @@ class Measure(TypedDict, total=False):
     context: int | str | None
     batch: int | None
     exhaustive: bool
-    forward_only: bool
+    gradients: bool
     precision: Literal['float32', 'tf32x3', 'tf32'] | None
     shard: str | None
 
