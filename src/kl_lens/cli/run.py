@@ -168,6 +168,8 @@ def show_run(result: RunResult | JobEstimate) -> Shown:
         yield f"* in PyTorch, as deployed. To judge every file in its runtime: {again}"
     yield f"Done in {clock_time(result.seconds)}."
     yield from _protocol(view, result)
+    if result.original:
+        yield f"Note: {result.original}."
     yield from unmeasurable(view.profiles)
     if result.failed:
         yield f"Failed, see the log: {', '.join(dict.fromkeys(result.failed))}."

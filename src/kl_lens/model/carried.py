@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from kl_lens.base.errors import CheckpointError
-from kl_lens.base.files import reference_path
 from kl_lens.model.files import refusing
+from kl_lens.model.opening import model_folder
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,9 @@ def carried_by(config: Any, name: str = "") -> Carried:
 def carried_from(source: str, *, trust_remote_code: bool = False) -> Carried:
     """Of a folder, `reference:NAME`, or a hub id, of which only the configuration is downloaded."""
     options = {}
-    path = source
-    if source.startswith("reference:"):
-        path = str(reference_path(source.removeprefix("reference:")))
-    elif not Path(source).exists():
+    if source.startswith("reference:") or Path(source).exists():
+        path = str(model_folder(source))
+    else:
         path, _, revision = source.partition("@")
         options["revision"] = revision or None
     with refusing(f"{source}: its configuration cannot be read", (OSError, ValueError)):

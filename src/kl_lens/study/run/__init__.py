@@ -87,6 +87,7 @@ def run(settings: RunSettings, session: Session) -> RunResult | JobEstimate:
         job.without_file,
         time.perf_counter() - begin,
         model.task.generates,
+        model.original,
     )
 
 

@@ -191,6 +191,7 @@ class RunResult:
     without_file: dict[str, str]  # target → why it has no file, or none that works
     seconds: float
     generates: bool = True  # the model writes text
+    original: str = ""  # what the model is, if not the original
 
     @property
     def exit_code(self) -> int:

@@ -108,6 +108,8 @@ class _Rebuilt:
         architecture = ARCHITECTURES[kind]
         make = transformers.CONFIG_MAPPING[kind]
         values = self._common(kind) | _SETTINGS[kind](self)
+        if values.get("rope_parameters", {}) is None:
+            del values["head_dim"]  # transformers would hold it against a usual rope
         # What metadata says in the words of the configuration.
         settings = architecture.settings(make(**values))
         for key, name in settings.items():
